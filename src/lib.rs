@@ -1,1 +1,15 @@
-//! Multi-head attention for `ndarray`.
+//! Exact multi-head attention on CPUs for [`ndarray`]: fast, linear in memory, the same bits for any number of threads.
+
+pub mod attention;
+mod element;
+mod error;
+mod heads;
+mod mask;
+mod parallel;
+
+pub use attention::{Attended, Options, Path};
+pub use element::Element;
+pub use error::{Error, Lengths, Result};
+pub use heads::HeadMap;
+pub use mask::{BoundMask, Mask, Visibility};
+pub use ndarray;

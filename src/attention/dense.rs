@@ -1,0 +1,168 @@
+//! Attention by products: `S = Q K^T`, row softmax, `C = P V`.
+//!
+//! A work item is one batch entry, one KV head and a block of query rows; the group's query heads share it. Items run
+//! in parallel, products inside an item do not (matrixmultiply, single-threaded). Each row is computed by one item, in
+//! the same order whatever the number of threads.
+//!
+//! Scratch: `block_rows * kv_len` numbers an item in flight, at most [`BLOCK_SCORES`] or one row.
+
+use ndarray::linalg::general_mat_mul;
+use ndarray::{ArrayViewMut, ArrayViewMut1, ArrayViewMut2, Axis, RemoveAxis, s};
+
+use super::Outputs;
+use super::problem::{Head, Problem};
+use crate::element::{Element, zeros};
+use crate::error::Result;
+use crate::parallel;
+
+/// Scores of one item: 256 KiB of f32 stay in the second-level cache between the two products.
+const BLOCK_SCORES: usize = 1 << 16;
+
+/// The rows of one query head that an item computes.
+struct Part<'a, T> {
+    head: usize,
+    /// `[rows, value_dim]`
+    context: ArrayViewMut2<'a, T>,
+    /// `[rows]`
+    lse: ArrayViewMut1<'a, T>,
+    /// `[rows, kv_len]`
+    weights: Option<ArrayViewMut2<'a, T>>,
+}
+
+struct Item<'a, T> {
+    entry: usize,
+    first_row: usize,
+    /// One part for each query head of the KV group.
+    parts: Vec<Part<'a, T>>,
+}
+
+pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_, T>) -> Result<()> {
+    let dims = &problem.dims;
+    let block_rows = (BLOCK_SCORES / dims.kv_len.max(1)).clamp(1, dims.q_len.max(1));
+    let flop = [dims.batch, dims.num_heads, dims.q_len, dims.kv_len, dims.head_dim + dims.value_dim]
+        .iter()
+        .fold(2.0, |product, &n| product * n as f64);
+    parallel::try_for_each(items(problem, outputs, block_rows), flop, |item| {
+        let mut scores = zeros("scores", "[rows, kv_len]", (block_rows, dims.kv_len))?;
+        for part in item.parts {
+            let rows = part.lse.len();
+            let scores = scores.slice_mut(s![..rows, ..]);
+            block(problem, &problem.head(item.entry, part.head), item.first_row, scores, part);
+        }
+        Ok(())
+    })
+}
+
+/// Cuts the outputs into the items' own parts.
+fn items<'a, T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'a, T>, block_rows: usize) -> Vec<Item<'a, T>> {
+    let mut items = Vec::new();
+    let mut weights = outputs.weights.map(outer);
+    for (entry, (context, lse)) in outer(outputs.context).zip(outer(outputs.lse)).enumerate() {
+        let mut weights = weights.as_mut().and_then(Iterator::next).map(outer);
+        let mut groups: Vec<Vec<Item<'a, T>>> = (0..problem.dims.num_kv_heads).map(|_| Vec::new()).collect();
+        for (head, (context, lse)) in outer(context).zip(outer(lse)).enumerate() {
+            let weights = weights.as_mut().and_then(Iterator::next);
+            let blocks = &mut groups[problem.heads.kv_head(head)];
+            for (index, part) in parts(head, context, lse, weights, block_rows).into_iter().enumerate() {
+                match blocks.get_mut(index) {
+                    Some(item) => item.parts.push(part),
+                    None => blocks.push(Item { entry, first_row: index * block_rows, parts: vec![part] }),
+                }
+            }
+        }
+        items.extend(groups.into_iter().flatten());
+    }
+    items
+}
+
+/// The views along the first axis, with the lifetime of the array and not of the view.
+fn outer<'a, T, D: RemoveAxis>(view: ArrayViewMut<'a, T, D>) -> impl Iterator<Item = ArrayViewMut<'a, T, D::Smaller>> {
+    let mut rest = Some(view);
+    std::iter::from_fn(move || {
+        let view = rest.take().filter(|view| view.len_of(Axis(0)) > 0)?;
+        let (first, others) = view.split_at(Axis(0), 1);
+        rest = Some(others);
+        Some(first.index_axis_move(Axis(0), 0))
+    })
+}
+
+/// The blocks of one query head.
+fn parts<'a, T: Element>(
+    head: usize,
+    mut context: ArrayViewMut2<'a, T>,
+    mut lse: ArrayViewMut1<'a, T>,
+    mut weights: Option<ArrayViewMut2<'a, T>>,
+    block_rows: usize,
+) -> Vec<Part<'a, T>> {
+    let mut parts = Vec::new();
+    while !lse.is_empty() {
+        let rows = block_rows.min(lse.len());
+        let (context_block, context_rest) = context.split_at(Axis(0), rows);
+        let (lse_block, lse_rest) = lse.split_at(Axis(0), rows);
+        let (weights_block, weights_rest) = weights.map(|weights| weights.split_at(Axis(0), rows)).unzip();
+        parts.push(Part { head, context: context_block, lse: lse_block, weights: weights_block });
+        (context, lse, weights) = (context_rest, lse_rest, weights_rest);
+    }
+    parts
+}
+
+/// The rows `first_row..` of one query head. `scores: [rows, kv_len]` is scratch.
+fn block<T: Element>(
+    problem: &Problem<'_, T>,
+    head: &Head<'_, T>,
+    first_row: usize,
+    mut scores: ArrayViewMut2<'_, T>,
+    mut part: Part<'_, T>,
+) {
+    let rows = scores.nrows();
+    // A product over an inner axis of length 0 must leave zeros and not what was there before.
+    scores.fill(T::zero());
+    part.context.fill(T::zero());
+    let q = head.q.slice(s![first_row..first_row + rows, ..]);
+    general_mat_mul(problem.scale, &q, &head.k.t(), T::zero(), &mut scores);
+    for (r, mut row) in scores.outer_iter_mut().enumerate() {
+        if let Some(row) = row.as_slice_mut() {
+            part.lse[r] = softmax_row(problem, head, first_row + r, row);
+        }
+    }
+    if let Some(weights) = &mut part.weights {
+        weights.assign(&scores);
+    }
+    if head.v.iter().all(|v| v.is_finite()) {
+        general_mat_mul(T::one(), &scores, &head.v, T::zero(), &mut part.context);
+        return;
+    }
+    // 0 * NaN is NaN: with such a value about, only visible pairs may be multiplied.
+    for (r, mut context) in part.context.outer_iter_mut().enumerate() {
+        for (j, _) in head.visible(first_row + r) {
+            context.scaled_add(scores[[r, j]], &head.v.row(j));
+        }
+    }
+}
+
+/// Turns the scaled products of query i with all keys into its weights, 0 where a pair is hidden; returns the lse.
+fn softmax_row<T: Element>(problem: &Problem<'_, T>, head: &Head<'_, T>, i: usize, row: &mut [T]) -> T {
+    let mut next = 0;
+    let mut maximum = head.sink.unwrap_or(T::neg_infinity());
+    let mut empty = true;
+    for (j, bias) in head.visible(i) {
+        row[next..j].fill(T::zero());
+        (next, empty) = (j + 1, false);
+        let capped = problem.softcap.map_or(row[j], |softcap| softcap * (row[j] / softcap).tanh());
+        row[j] = capped + bias;
+        maximum = maximum.max(row[j]);
+    }
+    row[next..].fill(T::zero());
+    if empty {
+        return maximum;
+    }
+    let mut total = head.sink.map_or(T::zero(), |sink| (sink - maximum).exp());
+    for (j, _) in head.visible(i) {
+        row[j] = (row[j] - maximum).exp();
+        total += row[j];
+    }
+    for (j, _) in head.visible(i) {
+        row[j] /= total;
+    }
+    maximum + total.ln()
+}

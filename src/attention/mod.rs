@@ -1,0 +1,156 @@
+//! The functional core: queries, keys and values in, context out; no weights.
+//!
+//! For each batch entry and query head, with `j` over the keys that query `i` may see:
+//!
+//! ```text
+//! s[i, j] = scale * q[i] . k[j]
+//! s[i, j] = softcap * tanh(s[i, j] / softcap)
+//! s[i, j] = s[i, j] + bias[i, j]                    (-inf hides the pair)
+//! lse[i]  = ln(sum_j exp(s[i, j]) + exp(sink))
+//! w[i, j] = exp(s[i, j] - lse[i])
+//! context[i] = sum_j w[i, j] v[j]
+//! ```
+//!
+//! (Vaswani et al. 2017, <https://arxiv.org/abs/1706.03762>, with the soft cap of Gemma 2 and the sinks of gpt-oss.)
+//! A query that sees no key has context 0, weights 0 and `lse = -inf` (its sink where the head has one).
+//! A hidden pair contributes nothing, whatever its values are.
+//!
+//! | path | file | what it is |
+//! | --- | --- | --- |
+//! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
+//! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
+
+mod dense;
+mod options;
+mod problem;
+mod reference;
+
+pub use options::{Options, Path};
+
+use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
+
+use crate::element::{Element, zeros};
+use crate::error::{Result, check_shape};
+use problem::Problem;
+
+/// What attention returns.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Attended<T> {
+    /// `[batch, num_heads, q_len, value_dim]`: the weighted sums of the values.
+    pub context: Array4<T>,
+    /// `[batch, num_heads, q_len]`: natural log of the sum of exponentials of each query's visible scores, sink
+    /// included; -inf where a query sees nothing.
+    pub lse: Array3<T>,
+    /// `[batch, num_heads, q_len, kv_len]`: the softmax probabilities, if [`Options::weights`] asked for them.
+    pub weights: Option<Array4<T>>,
+}
+
+impl<T: Element> Attended<T> {
+    /// `[batch, q_len, kv_len]`: the weights averaged over the heads, if there are weights.
+    #[doc(alias = "average_attn_weights")]
+    pub fn mean_weights(&self) -> Option<Array3<T>> {
+        let weights = self.weights.as_ref()?;
+        let share = T::from_f64((weights.len_of(Axis(1)) as f64).recip());
+        Some(weights.sum_axis(Axis(1)) * share)
+    }
+}
+
+/// Scaled dot-product attention.
+///
+/// - `q: [batch, num_heads, q_len, head_dim]`
+/// - `k: [batch, num_kv_heads, kv_len, head_dim]`
+/// - `v: [batch, num_kv_heads, kv_len, value_dim]`
+///
+/// Any strides will do. With fewer KV heads than query heads, query head h reads KV head `h / group_size`
+/// ([`Options::heads`] names any other map); K and V are never repeated in memory.
+///
+/// ```
+/// use multihead::{attention, ndarray::Array4, Mask, Options};
+/// let q = Array4::<f32>::zeros((1, 4, 3, 8));
+/// let k = Array4::<f32>::zeros((1, 2, 5, 8));
+/// let v = Array4::from_shape_fn((1, 2, 5, 1), |(_, head, j, _)| (10 * head + j) as f32);
+/// let causal = Mask::causal();
+/// let attended = attention::forward(&q, &k, &v, &Options::new().mask(&causal))?;
+/// // The first query sees keys 0 to 2, all with the same score.
+/// assert_eq!(attended.context[[0, 0, 0, 0]], 1.0);
+/// assert_eq!(attended.context[[0, 3, 2, 0]], 12.0);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+///
+/// # Errors
+/// [`crate::Error`] names the argument: shapes that do not fit each other, a head count that cannot be grouped, a mask,
+/// bias or sinks of the wrong shape, a scale or softcap out of range, a result that does not fit into memory.
+#[doc(alias = "scaled_dot_product_attention")]
+#[doc(alias = "sdpa")]
+pub fn forward<T: Element>(
+    q: &ArrayRef4<T>,
+    k: &ArrayRef4<T>,
+    v: &ArrayRef4<T>,
+    options: &Options<'_, T>,
+) -> Result<Attended<T>> {
+    let problem = Problem::new(q, k, v, options)?;
+    let [batch, heads, q_len, kv_len] = problem.dims.scores();
+    let value_dim = problem.dims.value_dim;
+    let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", (batch, heads, q_len, value_dim))?;
+    let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
+    let mut weights = match options.keeps_weights() {
+        true => Some(zeros("weights", "[batch, num_heads, q_len, kv_len]", (batch, heads, q_len, kv_len))?),
+        false => None,
+    };
+    run(
+        &problem,
+        options.path,
+        Outputs {
+            context: context.view_mut(),
+            lse: lse.view_mut(),
+            weights: weights.as_mut().map(|weights| weights.view_mut()),
+        },
+    )?;
+    Ok(Attended { context, lse, weights })
+}
+
+/// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
+/// held before does not matter.
+///
+/// ```
+/// use multihead::{attention, ndarray::Array4, Options};
+/// let q = Array4::<f32>::ones((1, 4, 3, 8));
+/// let mut context = Array4::zeros((1, 4, 3, 8));
+/// attention::forward_into(&q, &q, &q, &Options::new(), &mut context)?;
+/// assert_eq!(context, q);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`forward`], and [`crate::Error::Shape`] if `context` has other lengths. Nothing is written then.
+pub fn forward_into<T: Element>(
+    q: &ArrayRef4<T>,
+    k: &ArrayRef4<T>,
+    v: &ArrayRef4<T>,
+    options: &Options<'_, T>,
+    context: &mut ArrayRef4<T>,
+) -> Result<()> {
+    let problem = Problem::new(q, k, v, options)?;
+    let [batch, heads, q_len, _] = problem.dims.scores();
+    let expected = [Some(batch), Some(heads), Some(q_len), Some(problem.dims.value_dim)];
+    check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
+    let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
+    run(&problem, options.path, Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None })
+}
+
+/// The arrays that a path fills, each element of them.
+pub(crate) struct Outputs<'a, T> {
+    /// `[batch, num_heads, q_len, value_dim]`
+    context: ArrayViewMut4<'a, T>,
+    /// `[batch, num_heads, q_len]`
+    lse: ArrayViewMut3<'a, T>,
+    /// `[batch, num_heads, q_len, kv_len]`
+    weights: Option<ArrayViewMut4<'a, T>>,
+}
+
+fn run<T: Element>(problem: &Problem<'_, T>, path: Path, outputs: Outputs<'_, T>) -> Result<()> {
+    match path {
+        Path::Reference => reference::forward(problem, outputs),
+        Path::Auto | Path::Dense => dense::forward(problem, outputs),
+    }
+}

@@ -1,0 +1,126 @@
+//! What a call of attention can be asked for.
+
+use ndarray::{ArrayRef, ArrayRef1, ArrayView1, ArrayView4, Dimension};
+
+use crate::element::Element;
+use crate::error::Result;
+use crate::heads::HeadMap;
+use crate::mask::{Mask, rank_2_or_4};
+
+/// Which implementation runs. All of them agree within rounding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Path {
+    /// The fastest one that can do what is asked.
+    #[default]
+    Auto,
+    /// Plain loops: the oracle in `f64`.
+    Reference,
+    /// Product, row softmax, product.
+    Dense,
+}
+
+/// The options of one call; everything is off until it is named.
+///
+/// ```
+/// use multihead::{Mask, Options};
+/// let mask = Mask::causal() & Mask::window(255, 0);
+/// let options = Options::<f32>::new().mask(&mask).scale(0.125).softcap(50.0);
+/// # let _ = options;
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Options<'a, T> {
+    pub(crate) mask: Option<&'a Mask>,
+    pub(crate) bias: Option<ArrayView4<'a, T>>,
+    pub(crate) sinks: Option<ArrayView1<'a, T>>,
+    pub(crate) heads: Option<&'a HeadMap>,
+    pub(crate) scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) path: Path,
+    keep_weights: bool,
+}
+
+impl<T> Default for Options<'_, T> {
+    fn default() -> Self {
+        Self {
+            mask: None,
+            bias: None,
+            sinks: None,
+            heads: None,
+            scale: None,
+            softcap: None,
+            path: Path::Auto,
+            keep_weights: false,
+        }
+    }
+}
+
+impl<'a, T: Element> Options<'a, T> {
+    /// No mask, no bias, `scale = 1 / sqrt(head_dim)`.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Which keys a query may see.
+    #[doc(alias = "attn_mask")]
+    pub fn mask(mut self, mask: &'a Mask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Added to the scores after scale and softcap: `[q_len, kv_len]` or `[batch, num_heads, q_len, kv_len]`, an axis
+    /// of length 1 is broadcast. -inf hides a pair; any finite value, `f32::MIN` too, is only a number.
+    ///
+    /// # Errors
+    /// [`crate::Error::Rank`] for any other rank.
+    pub fn bias<D: Dimension>(mut self, bias: &'a ArrayRef<T, D>) -> Result<Self> {
+        self.bias = Some(rank_2_or_4("bias", bias)?);
+        Ok(self)
+    }
+
+    /// `[num_heads]`: a logit for each query head that enters the softmax's denominator only, neither scaled nor
+    /// masked. A sink of 0 is what others call quiet softmax or `add_zero_attn`.
+    #[doc(alias = "add_zero_attn")]
+    #[doc(alias = "quiet_softmax")]
+    pub fn sinks(mut self, sinks: &'a ArrayRef1<T>) -> Self {
+        self.sinks = Some(sinks.view());
+        self
+    }
+
+    /// Which KV head each query head reads, where it is not `h / group_size`.
+    #[doc(alias = "enable_gqa")]
+    pub fn heads(mut self, heads: &'a HeadMap) -> Self {
+        self.heads = Some(heads);
+        self
+    }
+
+    /// Any finite factor of the products, 0 and negative ones too. The default is `1 / sqrt(head_dim)`.
+    pub fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Bounds the scores: `s = softcap * tanh(s / softcap)`. Finite and positive.
+    #[doc(alias = "logit_cap")]
+    pub fn softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head.
+    #[doc(alias = "need_weights")]
+    pub fn weights(mut self) -> Self {
+        self.keep_weights = true;
+        self
+    }
+
+    /// Which implementation runs.
+    pub fn path(mut self, path: Path) -> Self {
+        self.path = path;
+        self
+    }
+
+    pub(crate) fn keeps_weights(&self) -> bool {
+        self.keep_weights
+    }
+}

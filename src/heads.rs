@@ -1,0 +1,135 @@
+//! Which KV head a query head reads: multi-head, grouped-query and multi-query attention as one map.
+//!
+//! MHA has `num_kv_heads = num_heads`, MQA has one KV head, GQA lies between (Ainslie et al. 2023,
+//! <https://arxiv.org/abs/2305.13245>). The general form is any list; it allows groups of different sizes.
+
+use crate::error::{Error, Result};
+
+/// The KV head of each query head.
+///
+/// ```
+/// use multihead::HeadMap;
+/// let gqa = HeadMap::grouped(6, 2)?;
+/// assert_eq!((0..6).map(|h| gqa.kv_head(h)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
+/// let uneven = HeadMap::explicit(&[1, 0, 1], 2)?;
+/// assert_eq!(uneven.query_heads(1).collect::<Vec<_>>(), [0, 2]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HeadMap {
+    num_heads: usize,
+    num_kv_heads: usize,
+    map: Map,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Map {
+    /// Query head h reads KV head `h / group_size`.
+    Grouped { group_size: usize },
+    /// Query head h reads KV head `kv_of_head[h]`.
+    Explicit { kv_of_head: Vec<usize> },
+}
+
+impl HeadMap {
+    /// Equal groups: query head h reads KV head `h / (num_heads / num_kv_heads)`.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if a count is 0, [`Error::HeadGroups`] if `num_heads` is no multiple of `num_kv_heads`.
+    pub fn grouped(num_heads: usize, num_kv_heads: usize) -> Result<Self> {
+        check_counts(num_heads, num_kv_heads)?;
+        if !num_heads.is_multiple_of(num_kv_heads) {
+            return Err(Error::HeadGroups { num_heads, num_kv_heads });
+        }
+        Ok(Self { num_heads, num_kv_heads, map: Map::Grouped { group_size: num_heads / num_kv_heads } })
+    }
+
+    /// Any map: query head h reads KV head `kv_of_head[h]`. A KV head that nobody reads is legal.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if a count is 0, [`Error::KvOfHead`] if an entry is not below `num_kv_heads`.
+    pub fn explicit(kv_of_head: &[usize], num_kv_heads: usize) -> Result<Self> {
+        check_counts(kv_of_head.len(), num_kv_heads)?;
+        if let Some((head, &got)) = kv_of_head.iter().enumerate().find(|&(_, &kv)| kv >= num_kv_heads) {
+            return Err(Error::KvOfHead { head, num_kv_heads, got });
+        }
+        let map = Map::Explicit { kv_of_head: kv_of_head.to_vec() };
+        Ok(Self { num_heads: kv_of_head.len(), num_kv_heads, map })
+    }
+
+    /// Number of query heads.
+    pub fn num_heads(&self) -> usize {
+        self.num_heads
+    }
+
+    /// Number of key and value heads.
+    pub fn num_kv_heads(&self) -> usize {
+        self.num_kv_heads
+    }
+
+    /// The KV head that query head `head` reads; the last one for a head that does not exist.
+    pub fn kv_head(&self, head: usize) -> usize {
+        match &self.map {
+            Map::Grouped { group_size } => (head / group_size).min(self.num_kv_heads - 1),
+            Map::Explicit { kv_of_head } => kv_of_head.get(head).copied().unwrap_or(self.num_kv_heads - 1),
+        }
+    }
+
+    /// The query heads that read `kv_head`, in ascending order.
+    pub fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> + Clone + '_ {
+        let range = match &self.map {
+            Map::Grouped { group_size } => kv_head * group_size..(kv_head + 1) * group_size,
+            Map::Explicit { .. } => 0..self.num_heads,
+        };
+        let end = range.end.min(self.num_heads);
+        (range.start.min(end)..end).filter(move |&h| self.kv_head(h) == kv_head)
+    }
+}
+
+fn check_counts(num_heads: usize, num_kv_heads: usize) -> Result<()> {
+    for (argument, count) in [("num_heads", num_heads), ("num_kv_heads", num_kv_heads)] {
+        if count == 0 {
+            return Err(Error::value(argument, "at least 1", 0));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_repeat_in_place_and_never_alternate() -> Result<()> {
+        for (heads, kv, want) in [(4, 2, vec![0, 0, 1, 1]), (6, 2, vec![0, 0, 0, 1, 1, 1]), (3, 1, vec![0, 0, 0])] {
+            let map = HeadMap::grouped(heads, kv)?;
+            assert_eq!((0..heads).map(|h| map.kv_head(h)).collect::<Vec<_>>(), want);
+            for k in 0..kv {
+                assert_eq!(map.query_heads(k).count(), heads / kv);
+                assert!(map.query_heads(k).all(|h| map.kv_head(h) == k));
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_head_that_does_not_exist_reads_no_other() -> Result<()> {
+        let map = HeadMap::grouped(4, 2)?;
+        assert_eq!(map.query_heads(2).count(), 0);
+        assert_eq!(map.kv_head(9), 1);
+        assert_eq!(HeadMap::explicit(&[0, 0], 2)?.query_heads(1).count(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn bad_maps_are_named() {
+        let text = |r: Result<HeadMap>| r.unwrap_err().to_string();
+        assert_eq!(text(HeadMap::grouped(3, 2)), "num_heads: expected a multiple of num_kv_heads = 2, got 3");
+        assert_eq!(text(HeadMap::grouped(2, 4)), "num_heads: expected a multiple of num_kv_heads = 4, got 2");
+        assert_eq!(text(HeadMap::grouped(2, 0)), "num_kv_heads: expected at least 1, got 0");
+        assert_eq!(text(HeadMap::grouped(0, 2)), "num_heads: expected at least 1, got 0");
+        assert_eq!(
+            text(HeadMap::explicit(&[0, 2], 2)),
+            "kv_of_head[1]: expected a KV head below num_kv_heads = 2, got 2"
+        );
+    }
+}

@@ -1,0 +1,317 @@
+//! A mask over given lengths: the answers that kernels ask for.
+//!
+//! A tiled kernel asks two questions: what a block of queries may see of a block of keys ([`BoundMask::tile`]:
+//! nothing, all or some of it), and, where it is some, the bits of each row. Both are answered without memory of size
+//! `q_len x kv_len` for structural rules.
+
+use ndarray::Array4;
+use std::fmt;
+use std::ops::Range;
+
+use super::Mask;
+use super::structure::{Align, Interval, window_alignment};
+use crate::error::{Error, Result};
+
+/// What a block of queries may see of a block of keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Visibility {
+    /// No pair of the block is visible: it can be skipped.
+    Nothing,
+    /// Every pair is visible: no mask work.
+    All,
+    /// Some pairs may be hidden.
+    Some,
+}
+
+/// A [`Mask`] bound to `[batch, num_heads, q_len, kv_len]`, made by [`Mask::bind`].
+///
+/// `Display` draws 0/1 matrices, one for each batch entry and head.
+///
+/// ```
+/// use multihead::{Mask, Visibility};
+/// let mask = Mask::causal();
+/// let bound = mask.bind(1, 1, 4, 4)?;
+/// assert!(bound.sees(0, 0, 3, 1) && !bound.sees(0, 0, 1, 3));
+/// assert_eq!(bound.tile(0, 0, 0..2, 2..4), Visibility::Nothing);
+/// assert_eq!(bound.tile(0, 0, 2..4, 0..2), Visibility::All);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct BoundMask<'a> {
+    mask: &'a Mask,
+    dims: [usize; 4],
+    window_align: Align,
+}
+
+impl<'a> BoundMask<'a> {
+    pub(super) fn new(mask: &'a Mask, dims: [usize; 4]) -> Result<Self> {
+        let [batch, _, _, kv_len] = dims;
+        for ranges in &mask.key_ranges {
+            ranges.check(batch, kv_len)?;
+        }
+        for dense in &mask.dense {
+            dense.check(dims)?;
+        }
+        Ok(Self { mask, dims, window_align: window_alignment(&mask.bands)? })
+    }
+
+    /// The rules of one batch entry and head.
+    pub(crate) fn head(&self, entry: usize, head: usize) -> HeadMask<'a> {
+        let [_, _, q_len, kv_len] = self.dims;
+        let (bands, ranges) = (&self.mask.bands, &self.mask.key_ranges);
+        let interval = Interval::new(bands, ranges, self.window_align, entry, q_len, kv_len);
+        HeadMask { mask: self.mask, entry, head, interval }
+    }
+
+    /// Whether query i of batch entry `entry` and head `head` may attend to key j.
+    pub fn sees(&self, entry: usize, head: usize, i: usize, j: usize) -> bool {
+        self.head(entry, head).sees(i, j)
+    }
+
+    /// What the queries `rows` may see of the keys `keys`. `Some` may be answered where all or nothing would be
+    /// right for a dense mask; `Nothing` and `All` are always right.
+    pub fn tile(&self, entry: usize, head: usize, rows: Range<usize>, keys: Range<usize>) -> Visibility {
+        self.head(entry, head).tile(rows, keys)
+    }
+
+    /// `[batch, num_heads, q_len, kv_len]`, `true` where a pair is visible.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if the array cannot be had.
+    pub fn to_array(&self) -> Result<Array4<bool>> {
+        let [batch, heads, q_len, kv_len] = self.dims;
+        let too_large =
+            || Error::TooLarge { argument: "mask", axes: "[batch, num_heads, q_len, kv_len]", got: self.dims.to_vec() };
+        let len = self.dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(too_large)?;
+        let mut pairs = Vec::new();
+        pairs.try_reserve_exact(len).map_err(|_| too_large())?;
+        for entry in 0..batch {
+            for head in 0..heads {
+                let rules = self.head(entry, head);
+                pairs.extend((0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j))).map(|(i, j)| rules.sees(i, j)));
+            }
+        }
+        Array4::from_shape_vec((batch, heads, q_len, kv_len), pairs).map_err(|_| too_large())
+    }
+}
+
+impl fmt::Display for BoundMask<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [batch, heads, q_len, kv_len] = self.dims;
+        for entry in 0..batch {
+            for head in 0..heads {
+                if batch * heads > 1 {
+                    writeln!(f, "batch {entry}, head {head}:")?;
+                }
+                let rules = self.head(entry, head);
+                for i in 0..q_len {
+                    for j in 0..kv_len {
+                        let space = if j > 0 { " " } else { "" };
+                        write!(f, "{space}{}", u8::from(rules.sees(i, j)))?;
+                    }
+                    writeln!(f)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The rules of one batch entry and head.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadMask<'a> {
+    mask: &'a Mask,
+    entry: usize,
+    head: usize,
+    interval: Interval,
+}
+
+impl HeadMask<'_> {
+    /// The keys that query i may see; dense rules can hide more of them.
+    pub(crate) fn keys(&self, i: usize) -> Range<usize> {
+        self.interval.keys(i)
+    }
+
+    /// The keys that query i sees, as runs of neighbours in ascending order.
+    pub(crate) fn runs(&self, i: usize) -> impl Iterator<Item = Range<usize>> + Clone + '_ {
+        let keys = self.keys(i);
+        let end = keys.end;
+        let mut next = keys.start;
+        std::iter::from_fn(move || {
+            if self.mask.dense.is_empty() {
+                let run = next..end;
+                next = end;
+                return (!run.is_empty()).then_some(run);
+            }
+            let start = self.find(i, next..end, |bits| bits)?;
+            let stop = self.find(i, start..end, |bits| !bits).unwrap_or(end);
+            next = stop;
+            Some(start..stop)
+        })
+    }
+
+    /// The first key of `keys` whose bit is set once `bits` has been applied to its word.
+    fn find(&self, i: usize, keys: Range<usize>, bits: impl Fn(u64) -> u64) -> Option<usize> {
+        (keys.start / 64..keys.end.div_ceil(64)).find_map(|word| {
+            let found = bits(self.word(i, word)) & Self::wanted(&keys, word);
+            (found != 0).then(|| 64 * word + found.trailing_zeros() as usize)
+        })
+    }
+
+    /// Whether query i may attend to key j.
+    pub(crate) fn sees(&self, i: usize, j: usize) -> bool {
+        self.interval.keys(i).contains(&j)
+            && self.mask.dense.iter().all(|d| d.word(self.entry, self.head, i, j / 64) >> (j % 64) & 1 == 1)
+    }
+
+    /// Bit b is set where query i may attend to key `64 * word + b`.
+    pub(crate) fn word(&self, i: usize, word: usize) -> u64 {
+        let first = 64 * word;
+        let keys = self.interval.keys(i);
+        let below = |end: usize| match end.saturating_sub(first) {
+            n @ 0..64 => (1u64 << n) - 1,
+            _ => u64::MAX,
+        };
+        let interval = below(keys.end) & !below(keys.start);
+        self.mask.dense.iter().fold(interval, |bits, d| bits & d.word(self.entry, self.head, i, word))
+    }
+
+    /// See [`BoundMask::tile`]. Dense rules are asked by word, so for them the keys count in blocks of 64.
+    pub(crate) fn tile(&self, rows: Range<usize>, keys: Range<usize>) -> Visibility {
+        if rows.is_empty() || keys.is_empty() {
+            return Visibility::Nothing;
+        }
+        // Both ends of a query's interval grow with the query: the outer queries bound all between them.
+        let (first, last) = (self.interval.keys(rows.start), self.interval.keys(rows.end - 1));
+        if last.end <= keys.start || first.start >= keys.end {
+            return Visibility::Nothing;
+        }
+        let structure_all = last.start <= keys.start && first.end >= keys.end;
+        if self.mask.dense.is_empty() {
+            return if structure_all { Visibility::All } else { Visibility::Some };
+        }
+        let (mut any, mut all) = (false, structure_all);
+        for word in keys.start / 64..keys.end.div_ceil(64) {
+            let wanted = Self::wanted(&keys, word);
+            for i in rows.clone() {
+                let bits = self.word(i, word) & wanted;
+                any |= bits != 0;
+                all &= bits == wanted;
+                if any && !all {
+                    return Visibility::Some;
+                }
+            }
+        }
+        if all { Visibility::All } else { Visibility::Nothing }
+    }
+
+    /// The bits of `word` that stand for keys of the block.
+    fn wanted(keys: &Range<usize>, word: usize) -> u64 {
+        let clamp = |x: usize| x.saturating_sub(64 * word).min(64);
+        let ones = |n: usize| if n == 64 { u64::MAX } else { (1 << n) - 1 };
+        ones(clamp(keys.end)) & !ones(clamp(keys.start))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::Array2;
+
+    /// Words and tile answers against the pair-by-pair answer, over every aligned and unaligned block.
+    fn check(mask: &Mask, dims: [usize; 4]) {
+        let bound = BoundMask::new(mask, dims).unwrap();
+        let [batch, heads, q_len, kv_len] = dims;
+        for (entry, head) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            let rules = bound.head(entry, head);
+            for i in 0..q_len {
+                for j in 0..kv_len.next_multiple_of(64) {
+                    let bit = rules.word(i, j / 64) >> (j % 64) & 1 == 1;
+                    assert_eq!(bit, j < kv_len && rules.sees(i, j), "{mask} query {i} key {j}");
+                }
+            }
+            for i in 0..q_len {
+                let runs: Vec<usize> = rules.runs(i).flatten().collect();
+                assert_eq!(runs, (0..kv_len).filter(|&j| rules.sees(i, j)).collect::<Vec<_>>(), "{mask} query {i}");
+                assert!(rules.runs(i).zip(rules.runs(i).skip(1)).all(|(a, b)| a.end < b.start), "{mask} query {i}");
+            }
+            for (rows, keys) in blocks(q_len, kv_len) {
+                let pairs = || rows.clone().flat_map(|i| keys.clone().map(move |j| (i, j)));
+                match rules.tile(rows.clone(), keys.clone()) {
+                    Visibility::Nothing => assert!(pairs().all(|(i, j)| !rules.sees(i, j)), "{mask} {rows:?} {keys:?}"),
+                    Visibility::All => assert!(pairs().all(|(i, j)| rules.sees(i, j)), "{mask} {rows:?} {keys:?}"),
+                    Visibility::Some => {}
+                }
+            }
+        }
+    }
+
+    fn blocks(q_len: usize, kv_len: usize) -> Vec<(Range<usize>, Range<usize>)> {
+        let cuts = |n: usize| [0, 1, 5, 63, 64, 65, 127, 128].into_iter().filter(move |&x| x < n).chain([n]);
+        let ranges = |n: usize| cuts(n).flat_map(move |a| cuts(n).filter(move |&b| b >= a).map(move |b| a..b));
+        ranges(q_len).flat_map(|r| ranges(kv_len).map(move |k| (r.clone(), k))).collect()
+    }
+
+    #[test]
+    fn words_and_tiles_agree_with_pairs() {
+        let random = Array2::from_shape_fn((20, 150), |(i, j)| (i * 31 + j * 17) % 5 != 0);
+        let blocky = Array2::from_shape_fn((20, 150), |(i, j)| (i / 6 + j / 64) % 2 == 0);
+        let masks = [
+            Mask::none(),
+            Mask::causal(),
+            Mask::causal_top_left(),
+            Mask::causal_offset(70),
+            Mask::window(3, 70),
+            Mask::window(usize::MAX, 0),
+            Mask::last_n(0),
+            Mask::causal() & Mask::window(9, 0) & Mask::key_lengths(&[90]),
+            Mask::causal() & Mask::key_ranges(std::slice::from_ref(&(40..64))),
+            Mask::keep(&random).unwrap(),
+            Mask::drop(&random).unwrap() & Mask::causal(),
+            Mask::keep(&blocky).unwrap(),
+            Mask::keep_keys(&random.slice(ndarray::s![..1, ..])).unwrap(),
+            Mask::keep(&random.slice(ndarray::s![.., ..1])).unwrap(),
+        ];
+        for mask in &masks {
+            check(mask, [1, 1, 20, 150]);
+        }
+    }
+
+    #[test]
+    fn uniform_dense_blocks_are_recognised() {
+        let blocky = Array2::from_shape_fn((12, 128), |(i, j)| (i / 6 + j / 64) % 2 == 0);
+        let mask = Mask::keep(&blocky).unwrap();
+        let rules = mask.bind(1, 1, 12, 128).unwrap();
+        assert_eq!(rules.tile(0, 0, 0..6, 0..64), Visibility::All);
+        assert_eq!(rules.tile(0, 0, 0..6, 64..128), Visibility::Nothing);
+        assert_eq!(rules.tile(0, 0, 0..12, 0..128), Visibility::Some);
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_named() {
+        let text = |mask: Mask| mask.bind(2, 3, 4, 5).unwrap_err().to_string();
+        assert_eq!(
+            text(Mask::keep(&Array2::from_elem((4, 4), true)).unwrap()),
+            "keep: expected [batch, num_heads, q_len, kv_len] = [2, 3, 4, 5], got [1, 1, 4, 4]"
+        );
+        assert_eq!(
+            text(Mask::keep_keys(&Array2::from_elem((3, 5), true)).unwrap()),
+            "keep_keys: expected [batch, kv_len] = [2, 5], got [3, 5]"
+        );
+        assert_eq!(text(Mask::key_lengths(&[1])), "key_lengths: expected [batch] = [2], got [1]");
+        assert_eq!(text(Mask::key_lengths(&[1, 6])), "key_lengths[1]: expected start <= end <= kv_len = 5, got 0..6");
+        let rank_3 = ndarray::Array3::from_elem((2, 4, 5), true);
+        assert_eq!(
+            Mask::keep(&rank_3).unwrap_err().to_string(),
+            "keep: expected rank 2 [q_len, kv_len] or rank 4 [batch, num_heads, q_len, kv_len], got rank 3 [2, 4, 5]"
+        );
+    }
+
+    #[test]
+    fn empty_lengths_are_legal() {
+        for dims in [[0, 1, 3, 4], [1, 1, 0, 4], [1, 1, 3, 0], [2, 0, 3, 4]] {
+            let mask = Mask::causal() & Mask::window(1, 1);
+            assert_eq!(BoundMask::new(&mask, dims).unwrap().to_array().unwrap().shape(), dims);
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! What may attend to what.
+//!
+//! A [`Mask`] is a set of rules, and a pair (query, key) is visible if *every* rule lets it through: masks combine by
+//! intersection, with `&`. The rules come in two kinds. *Structure* (causal, window, key ranges) leaves each query one
+//! interval of keys and costs no memory; *dense* rules hold one bit per pair.
+//!
+//! # Positions
+//! `pos(i)` is the key position of query i. Bottom-right (the default) aligns the last query with the last valid key:
+//! `pos(i) = i + n - q_len`, where n is the end of the batch entry's key range. A causal mask keeps `j <= pos(i)`:
+//!
+//! ```
+//! use multihead::Mask;
+//! let causal = Mask::causal();
+//! assert_eq!(causal.bind(1, 1, 2, 5)?.to_string(), "1 1 1 1 0\n1 1 1 1 1\n");
+//! assert_eq!(causal.bind(1, 1, 5, 2)?.to_string(), "0 0\n0 0\n0 0\n1 0\n1 1\n");
+//! # Ok::<(), multihead::Error>(())
+//! ```
+//!
+//! A window keeps `pos - left <= j <= pos + right`, both ends in:
+//!
+//! ```
+//! # use multihead::Mask;
+//! let window = Mask::causal() & Mask::window(1, 1);
+//! assert_eq!(window.bind(1, 1, 4, 4)?.to_string(), "1 0 0 0\n1 1 0 0\n0 1 1 0\n0 0 1 1\n");
+//! # Ok::<(), multihead::Error>(())
+//! ```
+
+mod bound;
+mod dense;
+mod structure;
+
+pub(crate) use bound::HeadMask;
+pub use bound::{BoundMask, Visibility};
+pub(crate) use dense::rank_2_or_4;
+
+use dense::Dense;
+use ndarray::{ArrayRef, ArrayRef2, Dimension};
+use std::fmt;
+use std::ops::{BitAnd, Range};
+use std::sync::Arc;
+use structure::{Align, Band, KeyRanges};
+
+use crate::error::Result;
+
+/// Rules that say which keys a query may attend to; all of them must hold. Cheap to clone.
+///
+/// The constructors carry the meaning in their names, so that no array of `bool` has to be guessed at.
+///
+/// ```
+/// use multihead::Mask;
+/// // A padded batch of two decoder inputs of 3 and 4 tokens.
+/// let mask = Mask::causal() & Mask::key_lengths(&[3, 4]);
+/// assert_eq!(mask.to_string(), "causal & key_lengths [3, 4]");
+/// ```
+#[doc(alias = "attn_mask")]
+#[doc(alias = "key_padding_mask")]
+#[derive(Clone, Default)]
+pub struct Mask {
+    bands: Vec<Band>,
+    key_ranges: Vec<KeyRanges>,
+    dense: Vec<Arc<Dense>>,
+}
+
+impl Mask {
+    /// What a call without a mask uses.
+    pub(crate) const NONE: Self = Self { bands: Vec::new(), key_ranges: Vec::new(), dense: Vec::new() };
+
+    /// Every query sees every key.
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// `j <= i + n - q_len`: the last query sees the last valid key (n is the end of the entry's key range).
+    #[doc(alias = "is_causal")]
+    #[doc(alias = "bottom_right")]
+    pub fn causal() -> Self {
+        Self::band(Band::causal(Align::BottomRight))
+    }
+
+    /// `j <= i`: the first query sees the first key only, however many keys there are.
+    pub fn causal_top_left() -> Self {
+        Self::band(Band::causal(Align::Offset(0)))
+    }
+
+    /// `j <= i + offset`: query 0 stands at key position `offset`.
+    pub fn causal_offset(offset: usize) -> Self {
+        Self::band(Band::causal(Align::Offset(offset)))
+    }
+
+    /// `pos - left <= j <= pos + right`, both ends in: `window(3, 0)` is the token itself and the three before it.
+    /// `usize::MAX` leaves a side open. Counts from the causal rule that it is combined with, from the bottom-right
+    /// position where there is none.
+    #[doc(alias = "sliding_window")]
+    #[doc(alias = "local_window_size")]
+    pub fn window(left: usize, right: usize) -> Self {
+        Self::band(Band::window(left, right))
+    }
+
+    /// The last n keys up to and including `pos`: the same as `window(n - 1, 0)`. With n = 0 nothing is visible.
+    ///
+    /// ```
+    /// use multihead::Mask;
+    /// assert_eq!(Mask::last_n(2).bind(1, 1, 3, 3)?.to_string(), "1 0 0\n1 1 0\n0 1 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn last_n(n: usize) -> Self {
+        match n.checked_sub(1) {
+            Some(left) => Self::window(left, 0),
+            None => Self::band(Band::nothing()),
+        }
+    }
+
+    /// The first `lengths[b]` keys of batch entry b are valid, the rest is padding and is never read.
+    #[doc(alias = "seqlens_k")]
+    pub fn key_lengths(lengths: &[usize]) -> Self {
+        let ranges = lengths.iter().map(|&n| 0..n).collect();
+        Self { key_ranges: vec![KeyRanges::new("key_lengths", ranges)], ..Self::default() }
+    }
+
+    /// The keys `ranges[b]` of batch entry b are valid; the ones before and after are padding and are never read.
+    /// For left-padded batches.
+    pub fn key_ranges(ranges: &[Range<usize>]) -> Self {
+        Self { key_ranges: vec![KeyRanges::new("key_ranges", ranges.to_vec())], ..Self::default() }
+    }
+
+    /// A padding mask: key j of batch entry b may be attended to where `keep[[b, j]]` is true.
+    ///
+    /// `keep: [batch, kv_len]`, an axis of length 1 stands for all. It is a mask and not a length: the bottom-right
+    /// position still counts all keys.
+    #[doc(alias = "key_padding_mask")]
+    ///
+    /// # Errors
+    /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
+    pub fn keep_keys(keep: &ArrayRef2<bool>) -> Result<Self> {
+        Ok(Self::dense(Dense::keys(keep)?))
+    }
+
+    /// Pairs that *may* attend are `true` (the meaning of PyTorch's `scaled_dot_product_attention`).
+    ///
+    /// `keep: [q_len, kv_len]` or `[batch, heads, q_len, kv_len]`; an axis of length 1 is broadcast, so one mask per
+    /// head is `[1, heads, q_len, kv_len]`.
+    ///
+    /// ```
+    /// use multihead::{ndarray::array, Mask};
+    /// let mask = Mask::keep(&array![[true, false], [true, true]])?;
+    /// assert_eq!(mask.bind(1, 1, 2, 2)?.to_string(), "1 0\n1 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Rank`] for any other rank; rank 3 could mean one mask per batch entry or one per head.
+    pub fn keep<D: Dimension>(keep: &ArrayRef<bool, D>) -> Result<Self> {
+        Ok(Self::dense(Dense::pairs("keep", keep, |kept| kept)?))
+    }
+
+    /// Pairs that may *not* attend are `true` (the meaning of PyTorch's `nn.MultiheadAttention`).
+    ///
+    /// `drop: [q_len, kv_len]` or `[batch, heads, q_len, kv_len]`; an axis of length 1 is broadcast.
+    ///
+    /// # Errors
+    /// [`crate::Error::Rank`] for any other rank.
+    pub fn drop<D: Dimension>(drop: &ArrayRef<bool, D>) -> Result<Self> {
+        Ok(Self::dense(Dense::pairs("drop", drop, |dropped| !dropped)?))
+    }
+
+    /// Both masks: the same as `self & other`.
+    pub fn and(mut self, other: Self) -> Self {
+        self.bands.extend(other.bands);
+        self.key_ranges.extend(other.key_ranges);
+        self.dense.extend(other.dense);
+        self
+    }
+
+    /// Whether there is no rule at all.
+    pub fn is_none(&self) -> bool {
+        self.bands.is_empty() && self.key_ranges.is_empty() && self.dense.is_empty()
+    }
+
+    /// The mask over given lengths, to be asked, drawn or turned into an array.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if a dense mask or the number of key ranges does not fit,
+    /// [`crate::Error::KeyRange`] if a range ends beyond `kv_len`,
+    /// [`crate::Error::Alignment`] if a window could count from two causal rules.
+    pub fn bind(&self, batch: usize, num_heads: usize, q_len: usize, kv_len: usize) -> Result<BoundMask<'_>> {
+        BoundMask::new(self, [batch, num_heads, q_len, kv_len])
+    }
+
+    fn band(band: Band) -> Self {
+        Self { bands: vec![band], ..Self::default() }
+    }
+
+    fn dense(dense: Dense) -> Self {
+        Self { dense: vec![Arc::new(dense)], ..Self::default() }
+    }
+}
+
+impl BitAnd for Mask {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        self.and(other)
+    }
+}
+
+/// The rules by name, in a fixed order; [`BoundMask`] draws the 0/1 matrix.
+impl fmt::Display for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_none() {
+            return f.write_str("none");
+        }
+        let bands = self.bands.iter().map(|rule| rule as &dyn fmt::Display);
+        let ranges = self.key_ranges.iter().map(|rule| rule as &dyn fmt::Display);
+        let dense = self.dense.iter().map(|rule| &**rule as &dyn fmt::Display);
+        for (i, rule) in bands.chain(ranges).chain(dense).enumerate() {
+            if i > 0 {
+                f.write_str(" & ")?;
+            }
+            rule.fmt(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Mask({self})")
+    }
+}

@@ -1,0 +1,218 @@
+//! Rules that leave each query one interval of keys: causal, window, key ranges.
+//!
+//! All of them have slope 1 or 0 in the query index, so any number of them over one batch entry comes down to four
+//! numbers: query i sees the keys `max(start, i + lower) ..= min(end - 1, i + upper)`.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::error::{Error, Result, check_shape};
+
+/// Positions are kept within this bound, so that adding two of them never wraps. No array is as long.
+const FAR: i64 = i64::MAX / 8;
+
+fn position(x: usize) -> i64 {
+    i64::try_from(x).map_or(FAR, |x| x.min(FAR))
+}
+
+/// Where query 0 stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Align {
+    /// The last query stands at the last valid key.
+    BottomRight,
+    /// Query 0 stands at this key position.
+    Offset(usize),
+}
+
+impl fmt::Display for Align {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::BottomRight => f.write_str("causal"),
+            Self::Offset(0) => f.write_str("causal_top_left"),
+            Self::Offset(n) => write!(f, "causal_offset({n})"),
+        }
+    }
+}
+
+/// Keys from `pos - left` to `pos + right`, both ends in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Band {
+    /// What `pos` counts from; `None` follows the causal rule that the band is combined with.
+    align: Option<Align>,
+    left: i64,
+    right: i64,
+}
+
+impl Band {
+    pub(super) fn causal(align: Align) -> Self {
+        Self { align: Some(align), left: FAR, right: 0 }
+    }
+
+    pub(super) fn window(left: usize, right: usize) -> Self {
+        Self { align: None, left: position(left), right: position(right) }
+    }
+
+    pub(super) fn nothing() -> Self {
+        Self { align: None, left: 0, right: -1 }
+    }
+}
+
+impl fmt::Display for Band {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = |n: i64| if n == FAR { "MAX".to_owned() } else { n.to_string() };
+        match (self.align, self.right) {
+            (Some(align), _) => align.fmt(f),
+            (None, -1) => f.write_str("last_n(0)"),
+            (None, _) => write!(f, "window({}, {})", side(self.left), side(self.right)),
+        }
+    }
+}
+
+/// The alignment that windows count from.
+///
+/// # Errors
+/// [`Error::Alignment`] if there is a window and two causal rules that disagree.
+pub(super) fn window_alignment(bands: &[Band]) -> Result<Align> {
+    let mut aligns = bands.iter().filter_map(|band| band.align);
+    let first = aligns.next().unwrap_or(Align::BottomRight);
+    let windowed = bands.iter().any(|band| band.align.is_none());
+    match aligns.find(|&other| other != first) {
+        Some(second) if windowed => Err(Error::Alignment { first: first.to_string(), second: second.to_string() }),
+        _ => Ok(first),
+    }
+}
+
+/// The valid keys of each batch entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct KeyRanges {
+    constructor: &'static str,
+    ranges: Vec<Range<usize>>,
+}
+
+impl KeyRanges {
+    pub(super) fn new(constructor: &'static str, ranges: Vec<Range<usize>>) -> Self {
+        Self { constructor, ranges }
+    }
+
+    pub(super) fn check(&self, batch: usize, kv_len: usize) -> Result<()> {
+        check_shape(self.constructor, "[batch]", [Some(batch)], &[self.ranges.len()])?;
+        match self.ranges.iter().enumerate().find(|(_, r)| r.start > r.end || r.end > kv_len) {
+            None => Ok(()),
+            Some((entry, range)) => {
+                Err(Error::KeyRange { argument: self.constructor, entry, start: range.start, end: range.end, kv_len })
+            }
+        }
+    }
+}
+
+impl fmt::Display for KeyRanges {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ", self.constructor)?;
+        if self.constructor == "key_lengths" {
+            f.debug_list().entries(self.ranges.iter().map(|r| r.end)).finish()
+        } else {
+            f.debug_list().entries(&self.ranges).finish()
+        }
+    }
+}
+
+/// All structural rules of one batch entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Interval {
+    /// Valid keys, before causal rules and windows.
+    start: i64,
+    end: i64,
+    /// Query i sees the keys from `i + lower` to `i + upper`, both ends in.
+    lower: i64,
+    upper: i64,
+}
+
+impl Interval {
+    pub(super) fn new(
+        bands: &[Band],
+        key_ranges: &[KeyRanges],
+        window_align: Align,
+        entry: usize,
+        q_len: usize,
+        kv_len: usize,
+    ) -> Self {
+        let (mut start, mut end) = (0, kv_len);
+        for ranges in key_ranges {
+            if let Some(range) = ranges.ranges.get(entry) {
+                (start, end) = (start.max(range.start), end.min(range.end));
+            }
+        }
+        // An empty intersection has no last key; it counts as ending where it starts.
+        let (start, end) = (position(start), position(end.max(start)));
+        let pos = |align| match align {
+            Align::BottomRight => end - position(q_len),
+            Align::Offset(offset) => position(offset),
+        };
+        let (mut lower, mut upper) = (-FAR, FAR);
+        for band in bands {
+            let pos = pos(band.align.unwrap_or(window_align));
+            lower = lower.max(pos - band.left);
+            upper = upper.min(pos + band.right);
+        }
+        Self { start, end, lower, upper }
+    }
+
+    /// The keys that query i sees.
+    pub(crate) fn keys(&self, i: usize) -> Range<usize> {
+        let i = position(i);
+        let start = self.start.max(i + self.lower).max(0);
+        let end = self.end.min(i + self.upper + 1).max(start);
+        // Both lie in 0..=kv_len or are equal, so they fit.
+        start as usize..end as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interval(bands: &[Band], q_len: usize, kv_len: usize) -> Interval {
+        Interval::new(bands, &[], window_alignment(bands).unwrap(), 0, q_len, kv_len)
+    }
+
+    #[test]
+    fn open_sides_do_not_wrap() {
+        for side in [usize::MAX, usize::MAX / 2, i64::MAX as usize, i64::MAX as usize - 1] {
+            let band = Band::window(side, side);
+            assert_eq!(interval(&[band], 3, 5).keys(0), 0..5);
+            assert_eq!(interval(&[band, Band::causal(Align::Offset(side))], 3, 5).keys(2), 0..5);
+        }
+    }
+
+    #[test]
+    fn far_offset_with_a_window_sees_nothing() {
+        let bands = [Band::causal(Align::Offset(usize::MAX)), Band::window(3, 0)];
+        assert!(interval(&bands, 3, 5).keys(2).is_empty());
+    }
+
+    #[test]
+    fn valid_range_moves_the_bottom_right_position() {
+        let ranges = [KeyRanges::new("key_ranges", vec![1..4])];
+        let interval = Interval::new(&[Band::causal(Align::BottomRight)], &ranges, Align::BottomRight, 0, 2, 9);
+        assert_eq!(interval.keys(0), 1..3);
+        assert_eq!(interval.keys(1), 1..4);
+    }
+
+    #[test]
+    fn disjoint_ranges_see_nothing() {
+        let ranges = [KeyRanges::new("key_ranges", vec![0..2]), KeyRanges::new("key_ranges", vec![5..7])];
+        let interval = Interval::new(&[], &ranges, Align::BottomRight, 0, 2, 9);
+        assert!(interval.keys(0).is_empty() && interval.keys(1).is_empty());
+    }
+
+    #[test]
+    fn a_window_cannot_count_from_two_alignments() {
+        let causal = [Band::causal(Align::BottomRight), Band::causal(Align::Offset(2))];
+        assert!(window_alignment(&causal).is_ok());
+        let error = window_alignment(&[causal[0], causal[1], Band::window(1, 0)]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "mask: expected one causal alignment for the window to count from, got causal and causal_offset(2)"
+        );
+    }
+}
