@@ -151,8 +151,13 @@ impl Interval {
         let (mut lower, mut upper) = (-FAR, FAR);
         for band in bands {
             let pos = pos(band.align.unwrap_or(window_align));
-            lower = lower.max(pos - band.left);
-            upper = upper.min(pos + band.right);
+            // An open side stays open, wherever the position is.
+            if band.left < FAR {
+                lower = lower.max(pos - band.left);
+            }
+            if band.right < FAR {
+                upper = upper.min(pos + band.right);
+            }
         }
         Self { start, end, lower, upper }
     }
@@ -192,7 +197,7 @@ mod tests {
 
     #[test]
     fn valid_range_moves_the_bottom_right_position() {
-        let ranges = [KeyRanges::new("key_ranges", vec![1..4])];
+        let ranges = [KeyRanges::new("key_ranges", [1..4].into())];
         let interval = Interval::new(&[Band::causal(Align::BottomRight)], &ranges, Align::BottomRight, 0, 2, 9);
         assert_eq!(interval.keys(0), 1..3);
         assert_eq!(interval.keys(1), 1..4);
@@ -200,7 +205,7 @@ mod tests {
 
     #[test]
     fn disjoint_ranges_see_nothing() {
-        let ranges = [KeyRanges::new("key_ranges", vec![0..2]), KeyRanges::new("key_ranges", vec![5..7])];
+        let ranges = [0..2, 5..7].map(|range| KeyRanges::new("key_ranges", [range].into()));
         let interval = Interval::new(&[], &ranges, Align::BottomRight, 0, 2, 9);
         assert!(interval.keys(0).is_empty() && interval.keys(1).is_empty());
     }
