@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn valid_range_moves_the_bottom_right_position() {
-        let ranges = [KeyRanges::new("key_ranges", [1..4].into())];
+        let ranges = [KeyRanges::new("key_ranges", std::iter::once(1..4).collect())];
         let interval = Interval::new(&[Band::causal(Align::BottomRight)], &ranges, Align::BottomRight, 0, 2, 9);
         assert_eq!(interval.keys(0), 1..3);
         assert_eq!(interval.keys(1), 1..4);
