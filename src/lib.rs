@@ -4,7 +4,9 @@ pub mod attention;
 mod element;
 mod error;
 mod heads;
+mod linear;
 mod mask;
+mod mha;
 mod parallel;
 
 pub use attention::{Attended, Options, Path};
@@ -12,4 +14,5 @@ pub use element::Element;
 pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;
 pub use mask::{BoundMask, Mask, Visibility};
+pub use mha::{Builder, Config, Init, Inputs, LayerOutput, MultiHeadAttention, Projection, Sequence, Weights};
 pub use ndarray;

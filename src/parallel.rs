@@ -3,6 +3,8 @@
 //! Items are cut by shape and never by the number of threads, and no two of them write the same element, so results
 //! have the same bits on any pool. No pool is created, and a call from inside a rayon task stays in that task's pool.
 
+use ndarray::{ArrayViewMut, Axis, RemoveAxis};
+
 use crate::error::Result;
 
 /// Below this work a call stays on its thread: waking the pool costs 5 to 20 microseconds.
@@ -18,4 +20,17 @@ pub(crate) fn try_for_each<I: Send>(items: Vec<I>, flop: f64, f: impl Fn(I) -> R
     }
     let _ = flop;
     items.into_iter().try_for_each(f)
+}
+
+/// The views along the first axis, with the lifetime of the array and not of the view.
+pub(crate) fn outer<'a, T, D: RemoveAxis>(
+    view: ArrayViewMut<'a, T, D>,
+) -> impl Iterator<Item = ArrayViewMut<'a, T, D::Smaller>> {
+    let mut rest = Some(view);
+    std::iter::from_fn(move || {
+        let view = rest.take().filter(|view| view.len_of(Axis(0)) > 0)?;
+        let (first, others) = view.split_at(Axis(0), 1);
+        rest = Some(others);
+        Some(first.index_axis_move(Axis(0), 0))
+    })
 }

@@ -7,13 +7,13 @@
 //! Scratch: `block_rows * kv_len` numbers an item in flight, at most [`BLOCK_SCORES`] or one row.
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{ArrayViewMut, ArrayViewMut1, ArrayViewMut2, Axis, RemoveAxis, s};
+use ndarray::{ArrayViewMut1, ArrayViewMut2, Axis, s};
 
 use super::Outputs;
 use super::problem::{Head, Problem};
 use crate::element::{Element, zeros};
 use crate::error::Result;
-use crate::parallel;
+use crate::parallel::{self, outer};
 
 /// Scores of one item: 256 KiB of f32 stay in the second-level cache between the two products.
 const BLOCK_SCORES: usize = 1 << 16;
@@ -62,7 +62,7 @@ fn items<'a, T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'a, T>, bloc
         let mut groups: Vec<Vec<Item<'a, T>>> = (0..problem.dims.num_kv_heads).map(|_| Vec::new()).collect();
         for (head, (context, lse)) in outer(context).zip(outer(lse)).enumerate() {
             let weights = weights.as_mut().and_then(Iterator::next);
-            let blocks = &mut groups[problem.heads.kv_head(head)];
+            let blocks = &mut groups[problem.rules.heads.kv_head(head)];
             for (index, part) in parts(head, context, lse, weights, block_rows).into_iter().enumerate() {
                 match blocks.get_mut(index) {
                     Some(item) => item.parts.push(part),
@@ -73,17 +73,6 @@ fn items<'a, T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'a, T>, bloc
         items.extend(groups.into_iter().flatten());
     }
     items
-}
-
-/// The views along the first axis, with the lifetime of the array and not of the view.
-fn outer<'a, T, D: RemoveAxis>(view: ArrayViewMut<'a, T, D>) -> impl Iterator<Item = ArrayViewMut<'a, T, D::Smaller>> {
-    let mut rest = Some(view);
-    std::iter::from_fn(move || {
-        let view = rest.take().filter(|view| view.len_of(Axis(0)) > 0)?;
-        let (first, others) = view.split_at(Axis(0), 1);
-        rest = Some(others);
-        Some(first.index_axis_move(Axis(0), 0))
-    })
 }
 
 /// The blocks of one query head.
@@ -119,7 +108,7 @@ fn block<T: Element>(
     scores.fill(T::zero());
     part.context.fill(T::zero());
     let q = head.q.slice(s![first_row..first_row + rows, ..]);
-    general_mat_mul(problem.scale, &q, &head.k.t(), T::zero(), &mut scores);
+    general_mat_mul(problem.rules.scale, &q, &head.k.t(), T::zero(), &mut scores);
     for (r, mut row) in scores.outer_iter_mut().enumerate() {
         if let Some(row) = row.as_slice_mut() {
             part.lse[r] = softmax_row(problem, head, first_row + r, row);
@@ -148,7 +137,7 @@ fn softmax_row<T: Element>(problem: &Problem<'_, T>, head: &Head<'_, T>, i: usiz
     for (j, bias) in head.visible(i) {
         row[next..j].fill(T::zero());
         (next, empty) = (j + 1, false);
-        let capped = problem.softcap.map_or(row[j], |softcap| softcap * (row[j] / softcap).tanh());
+        let capped = problem.rules.softcap.map_or(row[j], |softcap| softcap * (row[j] / softcap).tanh());
         row[j] = capped + bias;
         maximum = maximum.max(row[j]);
     }

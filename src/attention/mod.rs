@@ -31,7 +31,8 @@ use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
 use crate::element::{Element, zeros};
 use crate::error::{Result, check_shape};
-use problem::Problem;
+pub(crate) use problem::{Dims, check_scale, check_softcap};
+use problem::{Problem, Rules};
 
 /// What attention returns.
 #[derive(Debug, Clone, PartialEq)]
@@ -89,23 +90,48 @@ pub fn forward<T: Element>(
     options: &Options<'_, T>,
 ) -> Result<Attended<T>> {
     let problem = Problem::new(q, k, v, options)?;
+    let [batch, heads, q_len, _] = problem.dims.scores();
+    let shape = (batch, heads, q_len, problem.dims.value_dim);
+    attended(&problem, options, zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?)
+}
+
+/// [`forward`] with the context stored as `[batch, q_len, num_heads, value_dim]`, so that a layer merges the heads
+/// by layout and not by copying. The view that is returned has the usual axes.
+pub(crate) fn forward_token_major<T: Element>(
+    q: &ArrayRef4<T>,
+    k: &ArrayRef4<T>,
+    v: &ArrayRef4<T>,
+    options: &Options<'_, T>,
+) -> Result<Attended<T>> {
+    let problem = Problem::new(q, k, v, options)?;
+    let [batch, heads, q_len, _] = problem.dims.scores();
+    let shape = (batch, q_len, heads, problem.dims.value_dim);
+    let context = zeros("context", "[batch, q_len, num_heads, value_dim]", shape)?;
+    attended(&problem, options, context.permuted_axes([0, 2, 1, 3]))
+}
+
+/// Checks what [`forward`] would check of the options, before there are queries, keys and values.
+pub(crate) fn check<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
+    Rules::new(dims, options).map(drop)
+}
+
+fn attended<T: Element>(
+    problem: &Problem<'_, T>,
+    options: &Options<'_, T>,
+    mut context: Array4<T>,
+) -> Result<Attended<T>> {
     let [batch, heads, q_len, kv_len] = problem.dims.scores();
-    let value_dim = problem.dims.value_dim;
-    let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", (batch, heads, q_len, value_dim))?;
     let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
     let mut weights = match options.keeps_weights() {
         true => Some(zeros("weights", "[batch, num_heads, q_len, kv_len]", (batch, heads, q_len, kv_len))?),
         false => None,
     };
-    run(
-        &problem,
-        options.path,
-        Outputs {
-            context: context.view_mut(),
-            lse: lse.view_mut(),
-            weights: weights.as_mut().map(|weights| weights.view_mut()),
-        },
-    )?;
+    let outputs = Outputs {
+        context: context.view_mut(),
+        lse: lse.view_mut(),
+        weights: weights.as_mut().map(|weights| weights.view_mut()),
+    };
+    run(problem, options.path, outputs)?;
     Ok(Attended { context, lse, weights })
 }
 

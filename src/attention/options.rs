@@ -1,11 +1,12 @@
 //! What a call of attention can be asked for.
 
-use ndarray::{ArrayRef, ArrayRef1, ArrayView1, ArrayView4, Dimension};
+use ndarray::{Array1, ArrayRef, ArrayRef1, ArrayView1, ArrayView4, Dimension};
 
 use crate::element::Element;
 use crate::error::Result;
 use crate::heads::HeadMap;
 use crate::mask::{Mask, rank_2_or_4};
+use crate::mha::Config;
 
 /// Which implementation runs. All of them agree within rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -118,6 +119,20 @@ impl<'a, T: Element> Options<'a, T> {
     pub fn path(mut self, path: Path) -> Self {
         self.path = path;
         self
+    }
+
+    /// What the call asks for (mask, bias, path, weights) under the rules of a layer.
+    pub(crate) fn with_layer<'b>(&'b self, config: &'b Config, sinks: Option<&'b Array1<T>>) -> Options<'b, T> {
+        Options {
+            mask: self.mask,
+            bias: self.bias.as_ref().map(|bias| bias.view()),
+            sinks: sinks.map(|sinks| sinks.view()),
+            heads: Some(&config.heads),
+            scale: config.scale,
+            softcap: config.softcap,
+            path: self.path,
+            keep_weights: self.keep_weights,
+        }
     }
 
     pub(crate) fn keeps_weights(&self) -> bool {

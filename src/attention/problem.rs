@@ -28,15 +28,8 @@ impl Dims {
     }
 }
 
-/// Checked arguments of one call.
-pub(crate) struct Problem<'a, T> {
-    pub(crate) dims: Dims,
-    /// `[batch, num_heads, q_len, head_dim]`
-    pub(crate) q: ArrayView4<'a, T>,
-    /// `[batch, num_kv_heads, kv_len, head_dim]`
-    pub(crate) k: ArrayView4<'a, T>,
-    /// `[batch, num_kv_heads, kv_len, value_dim]`
-    pub(crate) v: ArrayView4<'a, T>,
+/// What the options come to for given lengths.
+pub(crate) struct Rules<'a, T> {
     pub(crate) heads: Cow<'a, HeadMap>,
     pub(crate) scale: T,
     pub(crate) softcap: Option<T>,
@@ -49,6 +42,40 @@ pub(crate) struct Problem<'a, T> {
 /// The mask of a call that names none.
 static NO_MASK: Mask = Mask::NONE;
 
+impl<'a, T: Element> Rules<'a, T> {
+    /// Checks everything but the arrays of queries, keys and values.
+    pub(crate) fn new(dims: Dims, options: &'a Options<'_, T>) -> Result<Self> {
+        let [batch, num_heads, q_len, kv_len] = dims.scores();
+        Ok(Self {
+            heads: match options.heads {
+                Some(map) => Cow::Borrowed(map),
+                None => Cow::Owned(HeadMap::grouped(num_heads, dims.num_kv_heads)?),
+            },
+            scale: match options.scale {
+                Some(scale) => check_scale(scale)?,
+                // Heads of no width have all scores 0, whatever the scale.
+                None => T::from_f64((dims.head_dim.max(1) as f64).sqrt().recip()),
+            },
+            softcap: options.softcap.map(check_softcap).transpose()?,
+            mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
+            bias: options.bias.as_ref().map(|bias| check_bias(bias.view(), dims.scores())).transpose()?,
+            sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
+        })
+    }
+}
+
+/// A checked call.
+pub(crate) struct Problem<'a, T> {
+    pub(crate) dims: Dims,
+    /// `[batch, num_heads, q_len, head_dim]`
+    pub(crate) q: ArrayView4<'a, T>,
+    /// `[batch, num_kv_heads, kv_len, head_dim]`
+    pub(crate) k: ArrayView4<'a, T>,
+    /// `[batch, num_kv_heads, kv_len, value_dim]`
+    pub(crate) v: ArrayView4<'a, T>,
+    pub(crate) rules: Rules<'a, T>,
+}
+
 impl<'a, T: Element> Problem<'a, T> {
     pub(crate) fn new(
         q: &'a ArrayRef4<T>,
@@ -59,50 +86,30 @@ impl<'a, T: Element> Problem<'a, T> {
         let (batch, num_heads, q_len, head_dim) = q.dim();
         let (_, num_kv_heads, kv_len, _) = k.dim();
         let value_dim = v.dim().3;
-        let k_axes = "[batch, num_kv_heads, kv_len, head_dim]";
-        let heads = match options.heads {
-            Some(map) => {
-                let q_axes = "[batch, num_heads, q_len, head_dim]";
-                check_shape("q", q_axes, [None, Some(map.num_heads()), None, None], q.shape())?;
-                let kv_heads = Some(map.num_kv_heads());
-                check_shape("k", k_axes, [Some(batch), kv_heads, None, Some(head_dim)], k.shape())?;
-                Cow::Borrowed(map)
-            }
-            None => {
-                check_shape("k", k_axes, [Some(batch), None, None, Some(head_dim)], k.shape())?;
-                Cow::Owned(HeadMap::grouped(num_heads, num_kv_heads)?)
-            }
-        };
-        let v_lengths = [Some(batch), Some(num_kv_heads), Some(kv_len), None];
-        check_shape("v", "[batch, num_kv_heads, kv_len, value_dim]", v_lengths, v.shape())?;
+        let q_heads = options.heads.map(HeadMap::num_heads);
+        let kv_heads = options.heads.map(HeadMap::num_kv_heads);
+        check_shape("q", "[batch, num_heads, q_len, head_dim]", [None, q_heads, None, None], q.shape())?;
+        let expected = [Some(batch), kv_heads, None, Some(head_dim)];
+        check_shape("k", "[batch, num_kv_heads, kv_len, head_dim]", expected, k.shape())?;
+        let expected = [Some(batch), Some(num_kv_heads), Some(kv_len), None];
+        check_shape("v", "[batch, num_kv_heads, kv_len, value_dim]", expected, v.shape())?;
         let dims = Dims { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
-        Ok(Self {
-            dims,
-            q: q.view(),
-            k: k.view(),
-            v: v.view(),
-            heads,
-            scale: scale(options.scale, head_dim)?,
-            softcap: options.softcap.map(softcap).transpose()?,
-            mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
-            bias: options.bias.as_ref().map(|bias| check_bias(bias.view(), dims.scores())).transpose()?,
-            sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
-        })
+        Ok(Self { dims, q: q.view(), k: k.view(), v: v.view(), rules: Rules::new(dims, options)? })
     }
 
     /// Everything that belongs to one query head of one batch entry.
     pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'_, T> {
-        let kv_head = self.heads.kv_head(head);
+        let kv_head = self.rules.heads.kv_head(head);
         Head {
             q: self.q.slice(s![entry, head, .., ..]),
             k: self.k.slice(s![entry, kv_head, .., ..]),
             v: self.v.slice(s![entry, kv_head, .., ..]),
-            mask: self.mask.head(entry, head),
-            bias: self.bias.as_ref().map(|bias| {
+            mask: self.rules.mask.head(entry, head),
+            bias: self.rules.bias.as_ref().map(|bias| {
                 let at = |axis: usize, index: usize| if bias.shape()[axis] == 1 { 0 } else { index };
                 bias.slice(s![at(0, entry), at(1, head), .., ..])
             }),
-            sink: self.sinks.as_ref().map(|sinks| sinks[head]),
+            sink: self.rules.sinks.as_ref().map(|sinks| sinks[head]),
         }
     }
 }
@@ -135,15 +142,11 @@ impl<T: Element> Head<'_, T> {
     }
 }
 
-fn scale<T: Element>(scale: Option<f64>, head_dim: usize) -> Result<T> {
-    match scale {
-        // Heads of no width have all scores 0, whatever the scale.
-        None => Ok(T::from_f64((head_dim.max(1) as f64).sqrt().recip())),
-        Some(scale) => finite("scale", "a finite number", scale),
-    }
+pub(crate) fn check_scale<T: Element>(scale: f64) -> Result<T> {
+    finite("scale", "a finite number", scale)
 }
 
-fn softcap<T: Element>(softcap: f64) -> Result<T> {
+pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {
     let expected = "a finite number above 0";
     let value: T = finite("softcap", expected, softcap)?;
     if value > T::zero() { Ok(value) } else { Err(Error::value("softcap", expected, softcap)) }

@@ -50,8 +50,8 @@ fn query<T: Element>(
 
     // 1. scores
     for (j, bias) in visible() {
-        let mut score = problem.scale * dot(head.q.row(i), head.k.row(j));
-        if let Some(softcap) = problem.softcap {
+        let mut score = problem.rules.scale * dot(head.q.row(i), head.k.row(j));
+        if let Some(softcap) = problem.rules.softcap {
             score = softcap * (score / softcap).tanh();
         }
         scores[j] = score + bias;

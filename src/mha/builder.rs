@@ -1,0 +1,228 @@
+//! From sizes to a layer, every argument checked once.
+
+use ndarray::Array1;
+use std::marker::PhantomData;
+
+use super::{Config, Init, MultiHeadAttention, Weights};
+use crate::element::{Element, zeros};
+use crate::error::{Error, Result};
+use crate::heads::HeadMap;
+
+/// One of the four projections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Projection {
+    /// W_Q
+    Query,
+    /// W_K
+    Key,
+    /// W_V
+    Value,
+    /// W_O
+    Output,
+}
+
+/// Collects the sizes and rules of a layer, made by [`MultiHeadAttention::builder`].
+///
+/// ```
+/// use multihead::{Init, MultiHeadAttention, Projection};
+/// // Qwen2 has biases on queries, keys and values only.
+/// let mha = MultiHeadAttention::<f32>::builder(896, 14)
+///     .num_kv_heads(2)
+///     .biases(&[Projection::Query, Projection::Key, Projection::Value])
+///     .init(Init::KaimingUniform)
+///     .seed(1)
+///     .build()?;
+/// assert_eq!(mha.w_k().shape(), [896, 2 * 64]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[must_use = "a builder does nothing until `build` or `from_weights`"]
+pub struct Builder<T> {
+    d_model: usize,
+    num_heads: usize,
+    num_kv_heads: Option<usize>,
+    kv_of_head: Option<Vec<usize>>,
+    head_dim: Option<usize>,
+    value_dim: Option<usize>,
+    k_dim: Option<usize>,
+    v_dim: Option<usize>,
+    biases: Vec<Projection>,
+    sinks: bool,
+    scale: Option<f64>,
+    softcap: Option<f64>,
+    seed: u64,
+    init: Init,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Builder<T> {
+    pub(super) fn new(d_model: usize, num_heads: usize) -> Self {
+        Self {
+            d_model,
+            num_heads,
+            num_kv_heads: None,
+            kv_of_head: None,
+            head_dim: None,
+            value_dim: None,
+            k_dim: None,
+            v_dim: None,
+            biases: Vec::new(),
+            sinks: false,
+            scale: None,
+            softcap: None,
+            seed: 0,
+            init: Init::default(),
+            element: PhantomData,
+        }
+    }
+
+    /// Number of key and value heads: `num_heads` is MHA (the default), 1 is MQA, any divisor between is GQA.
+    #[doc(alias = "num_key_value_heads")]
+    pub fn num_kv_heads(mut self, num_kv_heads: usize) -> Self {
+        self.num_kv_heads = Some(num_kv_heads);
+        self
+    }
+
+    /// Query head h reads KV head `kv_of_head[h]`, in groups of any size. Without [`Builder::num_kv_heads`] there are
+    /// as many KV heads as the map names.
+    pub fn kv_of_head(mut self, kv_of_head: &[usize]) -> Self {
+        self.kv_of_head = Some(kv_of_head.to_vec());
+        self
+    }
+
+    /// Width of a query or key head; `d_model / num_heads` unless given.
+    pub fn head_dim(mut self, head_dim: usize) -> Self {
+        self.head_dim = Some(head_dim);
+        self
+    }
+
+    /// Width of a value head; `head_dim` unless given.
+    pub fn value_dim(mut self, value_dim: usize) -> Self {
+        self.value_dim = Some(value_dim);
+        self
+    }
+
+    /// Width of the keys' input; `d_model` unless given.
+    #[doc(alias = "kdim")]
+    pub fn k_dim(mut self, k_dim: usize) -> Self {
+        self.k_dim = Some(k_dim);
+        self
+    }
+
+    /// Width of the values' input; `k_dim` unless given.
+    #[doc(alias = "vdim")]
+    pub fn v_dim(mut self, v_dim: usize) -> Self {
+        self.v_dim = Some(v_dim);
+        self
+    }
+
+    /// A bias on all four projections. There is none unless asked for.
+    pub fn bias(self) -> Self {
+        self.biases(&[Projection::Query, Projection::Key, Projection::Value, Projection::Output])
+    }
+
+    /// A bias on these projections.
+    pub fn biases(mut self, projections: &[Projection]) -> Self {
+        self.biases = projections.to_vec();
+        self
+    }
+
+    /// A learned sink for each query head, see [`crate::Options::sinks`].
+    pub fn sinks(mut self) -> Self {
+        self.sinks = true;
+        self
+    }
+
+    /// Any finite factor of the scores; `1 / sqrt(head_dim)` unless given.
+    pub fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Bounds the scores, see [`crate::Options::softcap`].
+    pub fn softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    /// Seed of the initial weights.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// How the initial weights are drawn.
+    pub fn init(mut self, init: Init) -> Self {
+        self.init = init;
+        self
+    }
+
+    /// A layer with fresh weights.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a size of 0, a `d_model` that is no multiple of `num_heads` where no `head_dim` is given,
+    /// a scale or softcap out of range; [`Error::HeadGroups`] or [`Error::KvOfHead`] for heads that do not fit;
+    /// [`Error::TooLarge`] if the weights do not fit into memory.
+    pub fn build(self) -> Result<MultiHeadAttention<T>> {
+        let config = self.config()?;
+        let shapes = config.shapes();
+        let [w_q, w_k, w_v, w_o] = self.init.draw(self.seed, shapes)?;
+        let vector = |wanted: bool, name, axes, len| -> Result<Option<Array1<T>>> {
+            if wanted { zeros(name, axes, len).map(Some) } else { Ok(None) }
+        };
+        let has = |projection| self.biases.contains(&projection);
+        let [q, k, v, o] = shapes.map(|(_, outputs)| outputs);
+        let weights = Weights {
+            w_q,
+            w_k,
+            w_v,
+            w_o,
+            b_q: vector(has(Projection::Query), "b_q", "[num_heads * head_dim]", q)?,
+            b_k: vector(has(Projection::Key), "b_k", "[num_kv_heads * head_dim]", k)?,
+            b_v: vector(has(Projection::Value), "b_v", "[num_kv_heads * value_dim]", v)?,
+            b_o: vector(has(Projection::Output), "b_o", "[d_model]", o)?,
+            sinks: vector(self.sinks, "sinks", "[num_heads]", config.heads.num_heads())?,
+        };
+        Ok(MultiHeadAttention { config, weights })
+    }
+
+    /// A layer with these weights. Biases and sinks are there if the weights have them, whatever the builder says.
+    ///
+    /// # Errors
+    /// As [`Builder::build`], and [`Error::Shape`] names the array that does not fit.
+    pub fn from_weights(self, weights: Weights<T>) -> Result<MultiHeadAttention<T>> {
+        let config = self.config()?;
+        weights.check(&config)?;
+        Ok(MultiHeadAttention { config, weights })
+    }
+
+    fn config(&self) -> Result<Config> {
+        let at_least_1 = |argument, n: usize| if n == 0 { Err(Error::value(argument, "at least 1", n)) } else { Ok(n) };
+        let d_model = at_least_1("d_model", self.d_model)?;
+        let num_heads = at_least_1("num_heads", self.num_heads)?;
+        let heads = match &self.kv_of_head {
+            None => HeadMap::grouped(num_heads, self.num_kv_heads.unwrap_or(num_heads))?,
+            Some(map) => {
+                let named = map.iter().max().map_or(1, |&last| last.saturating_add(1));
+                HeadMap::explicit(map, self.num_kv_heads.unwrap_or(named))?
+            }
+        };
+        if heads.num_heads() != num_heads {
+            return Err(Error::value("kv_of_head", "one entry for each of num_heads", heads.num_heads()));
+        }
+        let head_dim = match self.head_dim {
+            Some(head_dim) => at_least_1("head_dim", head_dim)?,
+            None if d_model.is_multiple_of(num_heads) => d_model / num_heads,
+            None => {
+                return Err(Error::value("d_model", "a multiple of num_heads where head_dim is not given", d_model));
+            }
+        };
+        let value_dim = at_least_1("value_dim", self.value_dim.unwrap_or(head_dim))?;
+        let k_dim = at_least_1("k_dim", self.k_dim.unwrap_or(d_model))?;
+        let v_dim = at_least_1("v_dim", self.v_dim.unwrap_or(k_dim))?;
+        // The same checks as at a call, only earlier.
+        let scale = self.scale.map(crate::attention::check_scale::<T>).transpose()?.and(self.scale);
+        let softcap = self.softcap.map(crate::attention::check_softcap::<T>).transpose()?.and(self.softcap);
+        Ok(Config { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap })
+    }
+}

@@ -1,0 +1,266 @@
+//! The walk through the layer: project, attend, project back.
+
+use ndarray::{
+    Array, Array1, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, Axis, Dimension, Ix2, Ix3,
+};
+
+use super::{Config, MultiHeadAttention, Weights};
+use crate::attention::{self, Dims, Options};
+use crate::element::{Element, zeros};
+use crate::error::{Error, Result, check_shape};
+use crate::linear::project;
+use crate::mask::Mask;
+
+/// An input with or without a batch axis: `[batch, len, width]` or `[len, width]`.
+///
+/// Implemented for ranks 3 and 2, and sealed by being implemented for nothing else that can be built.
+pub trait Sequence: Dimension + sealed::Sealed {
+    /// The view with a batch axis.
+    fn batched<T>(array: &ArrayRef<T, Self>) -> ArrayView3<'_, T>;
+    /// The view with a batch axis, to be written to.
+    fn batched_mut<T>(array: &mut ArrayRef<T, Self>) -> ArrayViewMut3<'_, T>;
+    /// The array as it came, without the batch axis if it had none.
+    fn unbatched<T: Element>(array: Array3<T>) -> Array<T, Self>;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for ndarray::Ix2 {}
+    impl Sealed for ndarray::Ix3 {}
+}
+
+impl Sequence for Ix3 {
+    fn batched<T>(array: &ArrayRef<T, Self>) -> ArrayView3<'_, T> {
+        array.view()
+    }
+    fn batched_mut<T>(array: &mut ArrayRef<T, Self>) -> ArrayViewMut3<'_, T> {
+        array.view_mut()
+    }
+    fn unbatched<T: Element>(array: Array3<T>) -> Array3<T> {
+        array
+    }
+}
+
+impl Sequence for Ix2 {
+    fn batched<T>(array: &ArrayRef<T, Self>) -> ArrayView3<'_, T> {
+        array.view().insert_axis(Axis(0))
+    }
+    fn batched_mut<T>(array: &mut ArrayRef<T, Self>) -> ArrayViewMut3<'_, T> {
+        array.view_mut().insert_axis(Axis(0))
+    }
+    fn unbatched<T: Element>(array: Array3<T>) -> Array2<T> {
+        array.index_axis_move(Axis(0), 0)
+    }
+}
+
+/// What a layer attends from and to.
+///
+/// ```
+/// use multihead::{ndarray::Array2, Inputs};
+/// let (x, memory) = (Array2::<f32>::ones((4, 8)), Array2::ones((6, 8)));
+/// let self_attention = Inputs::new(&x);
+/// let cross_attention = Inputs::new(&x).context(&memory);
+/// # let _ = (self_attention, cross_attention);
+/// ```
+#[derive(Debug, Clone)]
+pub struct Inputs<'a, T> {
+    query: ArrayView3<'a, T>,
+    key: ArrayView3<'a, T>,
+    value: ArrayView3<'a, T>,
+}
+
+impl<'a, T: Element> Inputs<'a, T> {
+    /// Self-attention: `query: [batch, q_len, d_model]` or `[q_len, d_model]`.
+    pub fn new<D: Sequence>(query: &'a ArrayRef<T, D>) -> Self {
+        let query = D::batched(query);
+        Self { query, key: query, value: query }
+    }
+
+    /// Keys and values from another sequence: `context: [batch, kv_len, k_dim]` or `[kv_len, k_dim]`.
+    #[doc(alias = "encoder_hidden_states")]
+    #[doc(alias = "memory")]
+    pub fn context<D: Sequence>(self, context: &'a ArrayRef<T, D>) -> Self {
+        self.key_value(context, context)
+    }
+
+    /// `key: [batch, kv_len, k_dim]`, `value: [batch, kv_len, v_dim]`, or both without a batch axis.
+    pub fn key_value<D: Sequence>(mut self, key: &'a ArrayRef<T, D>, value: &'a ArrayRef<T, D>) -> Self {
+        (self.key, self.value) = (D::batched(key), D::batched(value));
+        self
+    }
+}
+
+/// What a layer returns.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerOutput<T> {
+    /// `[batch, q_len, d_model]`
+    pub output: Array3<T>,
+    /// `[batch, num_heads, q_len]`, see [`crate::Attended::lse`].
+    pub lse: Array3<T>,
+    /// `[batch, num_heads, q_len, kv_len]`: the softmax probabilities of each head, if [`Options::weights`] asked.
+    pub weights: Option<Array4<T>>,
+}
+
+impl<T: Element> MultiHeadAttention<T> {
+    /// Self-attention: `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array2, Mask, MultiHeadAttention};
+    /// let mha = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// let sentence = Array2::ones((5, 16));
+    /// assert_eq!(mha.forward(&sentence, &Mask::none())?.shape(), [5, 16]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error`] names the argument that does not fit: the width of `x`, the shape of a mask.
+    pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, mask: &Mask) -> Result<Array<T, D>> {
+        let attended = self.attend(&Inputs::new(x), &Options::new().mask(mask))?;
+        Ok(D::unbatched(attended.output))
+    }
+
+    /// Cross-attention: `query: [batch, q_len, d_model]`, `context: [batch, kv_len, k_dim]`, or both without a batch
+    /// axis; the output has the shape of `query`.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array3, Mask, MultiHeadAttention};
+    /// let mha = MultiHeadAttention::<f32>::builder(16, 4).k_dim(24).build()?;
+    /// let (decoder, encoder) = (Array3::ones((2, 5, 16)), Array3::ones((2, 9, 24)));
+    /// let y = mha.forward_cross(&decoder, &encoder, &Mask::key_lengths(&[9, 7]))?;
+    /// assert_eq!(y.shape(), [2, 5, 16]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`MultiHeadAttention::forward`].
+    pub fn forward_cross<D: Sequence>(
+        &self,
+        query: &ArrayRef<T, D>,
+        context: &ArrayRef<T, D>,
+        mask: &Mask,
+    ) -> Result<Array<T, D>> {
+        let attended = self.attend(&Inputs::new(query).context(context), &Options::new().mask(mask))?;
+        Ok(D::unbatched(attended.output))
+    }
+
+    /// [`MultiHeadAttention::forward`] into an array of the caller's, which has the shape of `x` and any strides.
+    ///
+    /// # Errors
+    /// As [`MultiHeadAttention::forward`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
+    /// written then.
+    pub fn forward_into<D: Sequence>(
+        &self,
+        x: &ArrayRef<T, D>,
+        mask: &Mask,
+        output: &mut ArrayRef<T, D>,
+    ) -> Result<()> {
+        self.attend_into(&Inputs::new(x), &Options::new().mask(mask), &mut D::batched_mut(output))
+    }
+
+    /// Attention with everything that a call can ask for: other keys and values, bias, weights, path.
+    ///
+    /// The layer's own scale, softcap, head map and sinks hold; those of `options` are for the functional core.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array3, Inputs, Mask, MultiHeadAttention, Options};
+    /// let mha = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// let x = Array3::ones((2, 5, 16));
+    /// let causal = Mask::causal();
+    /// let attended = mha.attend(&Inputs::new(&x), &Options::new().mask(&causal).weights())?;
+    /// assert_eq!(attended.weights.unwrap().shape(), [2, 4, 5, 5]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`MultiHeadAttention::forward`].
+    pub fn attend(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<LayerOutput<T>> {
+        let (batch, q_len, d_model) = self.check(inputs, options)?;
+        let mut output = zeros("output", "[batch, q_len, d_model]", (batch, q_len, d_model))?;
+        let (lse, weights) = self.run(inputs, options, output.view_mut())?;
+        Ok(LayerOutput { output, lse, weights })
+    }
+
+    /// [`MultiHeadAttention::attend`] into an array of the caller's: `output: [batch, q_len, d_model]`, any strides.
+    /// Weights are not returned.
+    ///
+    /// # Errors
+    /// As [`MultiHeadAttention::forward_into`].
+    pub fn attend_into(
+        &self,
+        inputs: &Inputs<'_, T>,
+        options: &Options<'_, T>,
+        output: &mut ArrayRef3<T>,
+    ) -> Result<()> {
+        let (batch, q_len, d_model) = self.check(inputs, options)?;
+        let expected = [Some(batch), Some(q_len), Some(d_model)];
+        check_shape("output", "[batch, q_len, d_model]", expected, output.shape())?;
+        self.run(inputs, options, output.view_mut())?;
+        Ok(())
+    }
+
+    /// Checks all that a call can get wrong, before any work; returns the shape of the output.
+    fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
+        let config = &self.config;
+        let Inputs { query, key, value } = inputs;
+        let (batch, q_len, d_model) = query.dim();
+        check_shape("query", "[batch, q_len, d_model]", [None, None, Some(config.d_model)], query.shape())?;
+        check_shape("key", "[batch, kv_len, k_dim]", [Some(batch), None, Some(config.k_dim)], key.shape())?;
+        let kv_len = key.len_of(Axis(1));
+        let expected = [Some(batch), Some(kv_len), Some(config.v_dim)];
+        check_shape("value", "[batch, kv_len, v_dim]", expected, value.shape())?;
+        attention::check(self.dims(batch, q_len, kv_len), &self.options(options))?;
+        Ok((batch, q_len, d_model))
+    }
+
+    fn dims(&self, batch: usize, q_len: usize, kv_len: usize) -> Dims {
+        let Config { heads, head_dim, value_dim, .. } = &self.config;
+        let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
+        Dims { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim: *head_dim, value_dim: *value_dim }
+    }
+
+    /// The options of the call under the rules of the layer.
+    fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
+        options.with_layer(&self.config, self.weights.sinks.as_ref())
+    }
+
+    /// Fills the output; the arguments have been checked.
+    fn run(
+        &self,
+        inputs: &Inputs<'_, T>,
+        options: &Options<'_, T>,
+        output: ArrayViewMut3<'_, T>,
+    ) -> Result<(Array3<T>, Option<Array4<T>>)> {
+        let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = &self.weights;
+        let Config { heads, head_dim, value_dim, .. } = &self.config;
+        let q = project_heads(inputs.query, w_q, b_q.as_ref(), heads.num_heads(), *head_dim)?;
+        let k = project_heads(inputs.key, w_k, b_k.as_ref(), heads.num_kv_heads(), *head_dim)?;
+        let v = project_heads(inputs.value, w_v, b_v.as_ref(), heads.num_kv_heads(), *value_dim)?;
+        let attended = attention::forward_token_major(&q, &k, &v, &self.options(options))?;
+        // [batch, num_heads, q_len, value_dim] -> [batch, q_len, num_heads * value_dim]: a view, by its layout.
+        let (batch, num_heads, q_len, value_dim) = attended.context.dim();
+        let context = attended.context.permuted_axes([0, 2, 1, 3]);
+        let context = context.to_shape((batch, q_len, num_heads * value_dim)).map_err(too_long)?;
+        project(context.view(), w_o, b_o.as_ref(), output)?;
+        Ok((attended.lse, attended.weights))
+    }
+}
+
+/// `[batch, len, in] -> [batch, heads, len, width]`, stored token by token: the heads are split by strides.
+fn project_heads<T: Element>(
+    x: ArrayView3<'_, T>,
+    w: &Array2<T>,
+    bias: Option<&Array1<T>>,
+    heads: usize,
+    width: usize,
+) -> Result<Array4<T>> {
+    let (batch, len, _) = x.dim();
+    let mut y = zeros("projection", "[batch, len, heads * width]", (batch, len, w.ncols()))?;
+    project(x, w, bias, y.view_mut())?;
+    let y = y.into_shape_with_order((batch, len, heads, width)).map_err(too_long)?;
+    Ok(y.permuted_axes([0, 2, 1, 3]))
+}
+
+/// The lengths of an existing array cannot fail to multiply; ndarray's answer is passed on all the same.
+fn too_long(error: ndarray::ShapeError) -> Error {
+    Error::value("shape", "lengths that fit each other", error)
+}

@@ -1,0 +1,146 @@
+//! The layer: multi-head attention that owns its projections.
+//!
+//! ```text
+//! Q = query W_Q + b_Q     K = key W_K + b_K     V = value W_V + b_V
+//! output = concat_h(attention(Q_h, K_kv(h), V_kv(h))) W_O + b_O
+//! ```
+//!
+//! (Vaswani et al. 2017, section 3.2.2, <https://arxiv.org/abs/1706.03762>.) Multi-query and grouped-query attention
+//! are the same layer with fewer KV heads. Heads are split and merged by strides, never by copying.
+
+mod builder;
+mod forward;
+mod init;
+mod weights;
+
+pub use builder::{Builder, Projection};
+pub use forward::{Inputs, LayerOutput, Sequence};
+pub use init::Init;
+pub use weights::Weights;
+
+use ndarray::Array2;
+
+use crate::element::Element;
+use crate::error::Result;
+use crate::heads::HeadMap;
+
+/// The sizes and rules of a layer, without its weights.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Width of queries and output.
+    #[doc(alias = "embed_dim")]
+    #[doc(alias = "hidden_size")]
+    pub d_model: usize,
+    /// Which KV head each query head reads; holds both head counts.
+    pub heads: HeadMap,
+    /// Width of a query or key head.
+    #[doc(alias = "d_k")]
+    pub head_dim: usize,
+    /// Width of a value head.
+    #[doc(alias = "d_v")]
+    pub value_dim: usize,
+    /// Width of the keys' input.
+    #[doc(alias = "kdim")]
+    pub k_dim: usize,
+    /// Width of the values' input.
+    #[doc(alias = "vdim")]
+    pub v_dim: usize,
+    /// Factor of the scores; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f64>,
+    /// Bound of the scores, see [`crate::Options::softcap`].
+    pub softcap: Option<f64>,
+}
+
+impl Config {
+    /// `[in, out]` of w_q, w_k, w_v and w_o.
+    pub(crate) fn shapes(&self) -> [(usize, usize); 4] {
+        let (heads, kv_heads) = (self.heads.num_heads(), self.heads.num_kv_heads());
+        [
+            (self.d_model, heads.saturating_mul(self.head_dim)),
+            (self.k_dim, kv_heads.saturating_mul(self.head_dim)),
+            (self.v_dim, kv_heads.saturating_mul(self.value_dim)),
+            (heads.saturating_mul(self.value_dim), self.d_model),
+        ]
+    }
+}
+
+/// Multi-head, grouped-query or multi-query attention with its projections W_Q, W_K, W_V and W_O.
+///
+/// ```
+/// use multihead::{ndarray::Array3, Mask, MultiHeadAttention};
+/// let mha = MultiHeadAttention::<f32>::builder(64, 8).num_kv_heads(2).build()?;
+/// let x = Array3::ones((1, 10, 64));
+/// let y = mha.forward(&x, &Mask::causal())?;
+/// assert_eq!(y.shape(), [1, 10, 64]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[doc(alias = "MultiheadAttention")]
+#[doc(alias = "MultiQueryAttention")]
+#[doc(alias = "GroupedQueryAttention")]
+#[derive(Debug, Clone, PartialEq)]
+pub struct MultiHeadAttention<T> {
+    config: Config,
+    weights: Weights<T>,
+}
+
+impl<T: Element> MultiHeadAttention<T> {
+    /// Starts a layer of `num_heads` heads of width `d_model / num_heads`, everything else being optional.
+    pub fn builder(d_model: usize, num_heads: usize) -> Builder<T> {
+        Builder::new(d_model, num_heads)
+    }
+
+    /// The sizes and rules of the layer.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// All weights, biases and sinks.
+    pub fn weights(&self) -> &Weights<T> {
+        &self.weights
+    }
+
+    /// Gives the weights away.
+    pub fn into_weights(self) -> Weights<T> {
+        self.weights
+    }
+
+    /// Replaces all weights, biases and sinks.
+    ///
+    /// ```
+    /// # use multihead::{MultiHeadAttention, Error};
+    /// let mut mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// let mut weights = mha.weights().clone();
+    /// weights.w_o.fill(0.0);
+    /// mha.set_weights(weights)?;
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] names the array that does not fit; the layer is unchanged then.
+    pub fn set_weights(&mut self, weights: Weights<T>) -> Result<()> {
+        weights.check(&self.config)?;
+        self.weights = weights;
+        Ok(())
+    }
+
+    /// `[d_model, num_heads * head_dim]`
+    pub fn w_q(&self) -> &Array2<T> {
+        &self.weights.w_q
+    }
+
+    /// `[k_dim, num_kv_heads * head_dim]`
+    pub fn w_k(&self) -> &Array2<T> {
+        &self.weights.w_k
+    }
+
+    /// `[v_dim, num_kv_heads * value_dim]`
+    pub fn w_v(&self) -> &Array2<T> {
+        &self.weights.w_v
+    }
+
+    /// `[num_heads * value_dim, d_model]`
+    pub fn w_o(&self) -> &Array2<T> {
+        &self.weights.w_o
+    }
+}
