@@ -49,17 +49,18 @@ pub(crate) struct Softmax<T> {
 /// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`; a bias needs `visible`.
 #[inline(always)]
 pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
-    // SAFETY: row < rows, and the contract is handed on.
+    // SAFETY: the contract is handed on; `ALL` is set only if the range is 0..64.
     unsafe {
-        for row in 0..a.rows {
-            if a.softcap.is_some() || !a.bias.is_null() {
+        if a.softcap.is_some() || !a.bias.is_null() {
+            for row in 0..a.rows {
                 score_mods(s, a, row);
             }
-            if a.visible.is_null() {
-                softmax_row::<S, false>(s, a, row);
-            } else {
-                softmax_row::<S, true>(s, a, row);
-            }
+        }
+        match (a.visible.is_null(), a.first == 0 && a.end == KEYS) {
+            (true, true) => rows::<S, false, true>(s, a),
+            (true, false) => rows::<S, false, false>(s, a),
+            (false, true) => rows::<S, true, true>(s, a),
+            (false, false) => rows::<S, true, false>(s, a),
         }
     }
 }
@@ -98,58 +99,66 @@ unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
     }
 }
 
-/// One row: scores to probabilities, with the reference moved first if it has to.
+/// Scores to probabilities, with the reference of a row moved first if it has to. `ALL` fixes the range of keys to
+/// 0..64, so that the loops over keys are unrolled.
 ///
 /// # Safety
-/// As [`softmax`], with `row < rows`; `visible` is not null if `MASKED`.
+/// As [`softmax`]; `visible` is not null if `MASKED`.
 #[inline(always)]
-unsafe fn softmax_row<S: Simd, const MASKED: bool>(s: S, a: &Softmax<S::Elem>, row: usize) {
+unsafe fn rows<S: Simd, const MASKED: bool, const ALL: bool>(s: S, a: &Softmax<S::Elem>) {
     let nothing = s.splat(S::Elem::neg_infinity());
-    // SAFETY: row < rows, and keys run over first..end within 64 (contract).
-    unsafe {
-        let p = a.p.add(row * KEYS);
-        let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
+    let (first, end) = if ALL { (0, KEYS) } else { (a.first, a.end) };
+    // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
+    for row in 0..a.rows {
+        unsafe {
+            let p = a.p.add(row * KEYS);
+            let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
 
-        let mut top = nothing;
-        for key in (a.first..a.end).step_by(S::LANES) {
-            let mut x = s.load(p.add(key));
-            if MASKED {
-                x = s.select(s.mask_from_bits(visible >> key), x, nothing);
-            }
-            // This order of operands skips NaN, which reaches `p` by itself.
-            top = s.max(x, top);
-        }
-
-        let m = &mut *a.m.add(row);
-        let limit = s.splat(*m + S::Elem::SLACK);
-        if *m == S::Elem::neg_infinity() || s.mask_bits(s.lt(limit, top)) != 0 {
-            cold();
-            if MASKED && *m == S::Elem::neg_infinity() && visible & key_bits(a.first, a.end) == 0 {
-                for key in (a.first..a.end).step_by(S::LANES) {
-                    s.store(p.add(key), s.zero());
+            let mut top = nothing;
+            let mut key = first;
+            while key < end {
+                let mut x = s.load(p.add(key));
+                if MASKED {
+                    x = s.select(s.mask_from_bits(visible >> key), x, nothing);
                 }
-                return;
+                // This order of operands skips NaN, which reaches `p` by itself.
+                top = s.max(x, top);
+                key += S::LANES;
             }
-            // Finite from now on, also if every visible score is -inf.
-            let moved = m.max(s.reduce_max(top)).max(S::Elem::min_value());
-            if *m != S::Elem::neg_infinity() {
-                rescale(s, a, row, *m - moved);
-            }
-            *m = moved;
-        }
 
-        let reference = s.splat(*m);
-        let l = a.l.add(row * PANEL);
-        let mut sum = s.load(l);
-        for key in (a.first..a.end).step_by(S::LANES) {
-            let mut e = exp2(s, s.sub(s.load(p.add(key)), reference));
-            if MASKED {
-                e = s.select(s.mask_from_bits(visible >> key), e, s.zero());
+            let m = &mut *a.m.add(row);
+            let limit = s.splat(*m + S::Elem::SLACK);
+            if *m == S::Elem::neg_infinity() || s.mask_bits(s.lt(limit, top)) != 0 {
+                cold();
+                if MASKED && *m == S::Elem::neg_infinity() && visible & key_bits(first, end) == 0 {
+                    for key in (first..end).step_by(S::LANES) {
+                        s.store(p.add(key), s.zero());
+                    }
+                    continue;
+                }
+                // Finite from now on, also if every visible score is -inf.
+                let moved = m.max(s.reduce_max(top)).max(S::Elem::min_value());
+                if *m != S::Elem::neg_infinity() {
+                    rescale(s, a, row, *m - moved);
+                }
+                *m = moved;
             }
-            s.store(p.add(key), e);
-            sum = s.add(sum, e);
+
+            let reference = s.splat(*m);
+            let l = a.l.add(row * PANEL);
+            let mut sum = s.load(l);
+            let mut key = first;
+            while key < end {
+                let mut e = exp2(s, s.sub(s.load(p.add(key)), reference));
+                if MASKED {
+                    e = s.select(s.mask_from_bits(visible >> key), e, s.zero());
+                }
+                s.store(p.add(key), e);
+                sum = s.add(sum, e);
+                key += S::LANES;
+            }
+            s.store(l, sum);
         }
-        s.store(l, sum);
     }
 }
 
