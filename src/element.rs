@@ -7,7 +7,7 @@ use std::fmt::{Debug, Display};
 use crate::error::{Error, Result};
 
 mod sealed {
-    pub trait Sealed {}
+    pub trait Sealed: crate::kernels::Real {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }

@@ -11,7 +11,7 @@ mod mask;
 mod mha;
 mod parallel;
 
-pub use attention::{Attended, Options, Path};
+pub use attention::{Attended, Options, Path, Workspace};
 pub use element::Element;
 pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;

@@ -22,6 +22,7 @@
 // Loops over registers read best with the index of the row and of the vector.
 #![allow(clippy::needless_range_loop)]
 
+mod deal;
 mod exp;
 mod level;
 mod pack;
@@ -39,6 +40,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use deal::{Block, Deal};
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
 pub(crate) use step::{Finite, Group, KeyTile, Scoring};
