@@ -156,7 +156,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
 
     /// `[rows][head_dim]`, in binary units: `2^s` stands where the formula has `e^s`.
     fn pack_queries(&self, queries: &mut [T]) {
-        let factor = T::from_f64(self.problem.rules.scale.to_f64() * std::f64::consts::LOG2_E);
+        let factor = T::from_f64(self.problem.rules.scale.into_f64() * std::f64::consts::LOG2_E);
         let q = self.problem.q.index_axis(Axis(0), self.block.entry());
         let head_dim = self.problem.dims.head_dim;
         if self.group == 1 {
