@@ -26,6 +26,7 @@ mod deal;
 mod exp;
 mod level;
 mod pack;
+mod peak;
 mod portable;
 mod real;
 mod simd;
