@@ -31,6 +31,8 @@ mod simd;
 mod softmax;
 mod step;
 mod table;
+#[cfg(test)]
+mod testing;
 mod tile;
 mod values;
 
