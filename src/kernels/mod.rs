@@ -33,6 +33,8 @@ mod simd;
 mod softmax;
 mod step;
 mod table;
+#[cfg(test)]
+mod testing;
 mod tile;
 mod values;
 
