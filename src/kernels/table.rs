@@ -6,7 +6,7 @@ use super::portable::Portable;
 use super::softmax::{self, Softmax};
 use super::tile::{self, Tile};
 use super::values::{self, Values};
-use super::{PANEL, exp, peak};
+use super::{PANEL, divide, exp, peak};
 use ndarray::ArrayView2;
 
 /// The kernels of one level for one scalar type.
@@ -24,6 +24,7 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) scaled: unsafe fn(&Pack<T>, T),
     exp2: unsafe fn(*mut T, usize),
     tanh: unsafe fn(*mut T, usize),
+    divide: unsafe fn(*mut T, usize, T),
     multiply_adds: unsafe fn(usize, T) -> T,
     multiply_adds_flop: usize,
     sum: unsafe fn(*const T, usize) -> T,
@@ -49,10 +50,11 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, scaled(a: &Pack<$t>, factor: $t) -> () = pack::scaled);
             level!(@entry $token $(, $features)?, exp2(x: *mut $t, n: usize) -> () = exp::exp2_slice);
             level!(@entry $token $(, $features)?, tanh(x: *mut $t, n: usize) -> () = exp::tanh_slice);
+            level!(@entry $token $(, $features)?, divide(x: *mut $t, n: usize, d: $t) -> () = divide::divide);
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
-            Kernels { level: $level, tile, softmax, values, panels, rows, scaled, exp2, tanh, multiply_adds, multiply_adds_flop, sum }
+            Kernels { level: $level, tile, softmax, values, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
         };
     };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
@@ -125,6 +127,12 @@ impl<T: Copy> Kernels<T> {
     pub(crate) fn tanh(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.tanh)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// Divides each number by `d`.
+    pub(crate) fn divide(&self, x: &mut [T], d: T) {
+        // SAFETY: pointer and length are those of a mutable slice.
+        unsafe { (self.divide)(x.as_mut_ptr(), x.len(), d) }
     }
 
     /// Multiply-adds on registers for as long as `steps` takes.
