@@ -7,7 +7,7 @@ use std::fmt::{Debug, Display};
 use crate::error::{Error, Result};
 
 mod sealed {
-    pub trait Sealed {}
+    pub trait Sealed: crate::kernels::Real {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }
@@ -19,14 +19,14 @@ pub trait Element:
     /// The nearest value of this type.
     fn from_f64(x: f64) -> Self;
     /// The same value in `f64`, exactly.
-    fn to_f64(self) -> f64;
+    fn into_f64(self) -> f64;
 }
 
 impl Element for f32 {
     fn from_f64(x: f64) -> Self {
         x as f32
     }
-    fn to_f64(self) -> f64 {
+    fn into_f64(self) -> f64 {
         f64::from(self)
     }
 }
@@ -35,7 +35,7 @@ impl Element for f64 {
     fn from_f64(x: f64) -> Self {
         x
     }
-    fn to_f64(self) -> f64 {
+    fn into_f64(self) -> f64 {
         self
     }
 }

@@ -4,15 +4,18 @@ pub mod attention;
 mod element;
 mod error;
 mod heads;
+#[allow(dead_code, unused_imports)]
+mod kernels;
 mod linear;
 mod mask;
 mod mha;
 mod parallel;
 
-pub use attention::{Attended, Options, Path};
+pub use attention::{Attended, Options, Path, Workspace};
 pub use element::Element;
 pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;
+pub use kernels::{Level, UnknownLevel};
 pub use mask::{BoundMask, Mask, Visibility};
 pub use mha::{Builder, Config, Init, Inputs, LayerOutput, MultiHeadAttention, Projection, Sequence, Weights};
 pub use ndarray;

@@ -18,14 +18,19 @@
 //! | path | file | what it is |
 //! | --- | --- | --- |
 //! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
+//! | [`Path::Tiled`] | `forward.rs` | tiles of keys with online softmax, no scores in memory |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 
 mod dense;
+mod forward;
 mod options;
 mod problem;
 mod reference;
+mod schedule;
+mod workspace;
 
 pub use options::{Options, Path};
+pub use workspace::Workspace;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
@@ -131,7 +136,7 @@ fn attended<T: Element>(
         lse: lse.view_mut(),
         weights: weights.as_mut().map(|weights| weights.view_mut()),
     };
-    run(problem, options.path, outputs)?;
+    run(problem, options, outputs, &mut Workspace::new())?;
     Ok(Attended { context, lse, weights })
 }
 
@@ -139,10 +144,11 @@ fn attended<T: Element>(
 /// held before does not matter.
 ///
 /// ```
-/// use multihead::{attention, ndarray::Array4, Options};
+/// use multihead::{attention, ndarray::Array4, Options, Workspace};
 /// let q = Array4::<f32>::ones((1, 4, 3, 8));
 /// let mut context = Array4::zeros((1, 4, 3, 8));
-/// attention::forward_into(&q, &q, &q, &Options::new(), &mut context)?;
+/// let mut workspace = Workspace::new();
+/// attention::forward_into(&q, &q, &q, &Options::new(), &mut context, &mut workspace)?;
 /// assert_eq!(context, q);
 /// # Ok::<(), multihead::Error>(())
 /// ```
@@ -155,13 +161,15 @@ pub fn forward_into<T: Element>(
     v: &ArrayRef4<T>,
     options: &Options<'_, T>,
     context: &mut ArrayRef4<T>,
+    workspace: &mut Workspace<T>,
 ) -> Result<()> {
     let problem = Problem::new(q, k, v, options)?;
     let [batch, heads, q_len, _] = problem.dims.scores();
     let expected = [Some(batch), Some(heads), Some(q_len), Some(problem.dims.value_dim)];
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
     let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
-    run(&problem, options.path, Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None })
+    let outputs = Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None };
+    run(&problem, options, outputs, workspace)
 }
 
 /// The arrays that a path fills, each element of them.
@@ -174,9 +182,18 @@ pub(crate) struct Outputs<'a, T> {
     weights: Option<ArrayViewMut4<'a, T>>,
 }
 
-fn run<T: Element>(problem: &Problem<'_, T>, path: Path, outputs: Outputs<'_, T>) -> Result<()> {
-    match path {
+fn run<T: Element>(
+    problem: &Problem<'_, T>,
+    options: &Options<'_, T>,
+    outputs: Outputs<'_, T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    match options.chosen_path()? {
         Path::Reference => reference::forward(problem, outputs),
-        Path::Auto | Path::Dense => dense::forward(problem, outputs),
+        Path::Dense => dense::forward(problem, outputs),
+        Path::Auto | Path::Tiled => {
+            forward::forward(problem, options, outputs, workspace);
+            Ok(())
+        }
     }
 }

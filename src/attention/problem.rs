@@ -26,6 +26,12 @@ impl Dims {
     pub(crate) fn scores(&self) -> [usize; 4] {
         [self.batch, self.num_heads, self.q_len, self.kv_len]
     }
+
+    /// The work of all pairs, as far as it decides on threads.
+    pub(crate) fn flop(&self) -> f64 {
+        let pairs = self.scores().iter().fold(1.0, |product, &n| product * n as f64);
+        2.0 * pairs * (self.head_dim as f64 + self.value_dim as f64)
+    }
 }
 
 /// What the options come to for given lengths.
@@ -97,6 +103,19 @@ impl<'a, T: Element> Problem<'a, T> {
         Ok(Self { dims, q: q.view(), k: k.view(), v: v.view(), rules: Rules::new(dims, options)? })
     }
 
+    /// The rules of a batch entry, for head 0.
+    pub(crate) fn mask(&self, entry: usize) -> HeadMask<'a> {
+        self.rules.mask.head(entry, 0)
+    }
+
+    pub(crate) fn has_bias(&self) -> bool {
+        self.rules.bias.is_some()
+    }
+
+    pub(crate) fn sink(&self, head: usize) -> Option<T> {
+        self.rules.sinks.as_ref().map(|sinks| sinks[head])
+    }
+
     /// Everything that belongs to one query head of one batch entry.
     pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'_, T> {
         let kv_head = self.rules.heads.kv_head(head);
@@ -109,7 +128,7 @@ impl<'a, T: Element> Problem<'a, T> {
                 let at = |axis: usize, index: usize| if bias.shape()[axis] == 1 { 0 } else { index };
                 bias.slice(s![at(0, entry), at(1, head), .., ..])
             }),
-            sink: self.rules.sinks.as_ref().map(|sinks| sinks[head]),
+            sink: self.sink(head),
         }
     }
 }
@@ -130,6 +149,17 @@ pub(crate) struct Head<'a, T> {
 }
 
 impl<T: Element> Head<'_, T> {
+    /// The bias of query i and the keys from `first` on; zeros without a bias.
+    pub(crate) fn copy_bias(&self, i: usize, first: usize, to: &mut [T]) {
+        let Some(bias) = self.bias else { return to.fill(T::zero()) };
+        let row = bias.row(i.min(bias.nrows() - 1));
+        match row.as_slice() {
+            Some(&[single]) => to.fill(single),
+            Some(row) => to.copy_from_slice(&row[first..first + to.len()]),
+            None => to.iter_mut().enumerate().for_each(|(j, to)| *to = row[(first + j).min(row.len() - 1)]),
+        }
+    }
+
     /// The keys that query i sees, in ascending order, with what the bias adds to each; mask and bias can hide a pair.
     pub(crate) fn visible(&self, i: usize) -> impl Iterator<Item = (usize, T)> + '_ {
         self.mask.runs(i).flatten().filter_map(move |j| {

@@ -126,7 +126,7 @@ pub(crate) struct HeadMask<'a> {
     interval: Interval,
 }
 
-impl HeadMask<'_> {
+impl<'a> HeadMask<'a> {
     /// The keys that query i may see; dense rules can hide more of them.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
         self.interval.keys(i)
@@ -156,6 +156,16 @@ impl HeadMask<'_> {
             let found = bits(self.word(i, word)) & Self::wanted(&keys, word);
             (found != 0).then(|| 64 * word + found.trailing_zeros() as usize)
         })
+    }
+
+    /// The same rules for another head of the batch entry.
+    pub(crate) fn of_head(self, head: usize) -> Self {
+        Self { head, ..self }
+    }
+
+    /// Whether there are rules beyond [`HeadMask::keys`].
+    pub(crate) fn is_dense(&self) -> bool {
+        !self.mask.dense.is_empty()
     }
 
     /// Whether query i may attend to key j.

@@ -1,0 +1,54 @@
+//! The arithmetic of the crate: the only folder with `unsafe` code or knowledge of the CPU.
+//!
+//! A kernel is written once, generic over the vector type, and compiled once per instruction set. Callers get a table of
+//! them, [`Kernels`], whose methods are safe: they take slices and views and check the lengths.
+//!
+//! | file | what it computes |
+//! | --- | --- |
+//! | `level.rs` | which instruction sets this CPU has |
+//! | `real.rs`, `simd.rs` | the scalar and the vector type that kernels are generic over |
+//! | `avx512.rs`, `avx2.rs`, `portable.rs` | the vector types |
+//! | `exp.rs` | `2^x` and `tanh(x)` |
+//! | `tile.rs` | products: a few rows in registers |
+//! | `pack.rs` | copies into the layouts that products read |
+//! | `softmax.rs` | one step of the online softmax |
+//! | `values.rs` | probabilities times values that are not finite |
+//! | `table.rs` | the kernels of a level, compiled with its instructions |
+//! | `step.rs` | one group of queries meets one tile of keys: scores, softmax, values |
+//! | `gemm.rs` | projections: blocks of `x w + bias` |
+//! | `deal.rs` | disjoint rows of one output for many threads |
+
+#![allow(unsafe_code)]
+// Loops over registers read best with the index of the row and of the vector.
+#![allow(clippy::needless_range_loop)]
+
+mod deal;
+mod exp;
+mod level;
+mod pack;
+mod portable;
+mod real;
+mod simd;
+mod softmax;
+mod step;
+mod table;
+mod tile;
+mod values;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+pub(crate) use deal::{Block, Deal};
+pub use level::{Level, UnknownLevel};
+pub(crate) use real::Real;
+pub(crate) use step::{Finite, Group, KeyTile, Scoring};
+pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
+pub(crate) use tile::{MAX_ROWS, Start};
+
+/// Columns of a panel, at every level and for both types.
+pub(crate) const PANEL: usize = 16;
+
+/// Keys of a tile: the bits of a word.
+pub(crate) const KEYS: usize = 64;

@@ -1,0 +1,132 @@
+//! The scalar types of the kernels, `f32` and `f64`, with the constants that depend on the type.
+
+use super::{Kernels, Level};
+use num_traits::Float;
+use std::fmt::Debug;
+
+/// `f32` or `f64`: what a lane of a vector holds.
+pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
+    /// log2(e), the factor from natural units to the binary ones of the softmax.
+    const LOG2_E: Self;
+    /// Coefficients `c` of `2^x ≈ 1 + x (c[0] + x (c[1] + ...))` on [0, 1): see `exp.rs`.
+    const EXP2: &'static [Self];
+    /// Coefficients `c` of `tanh(x) ≈ x + x z (c[0] + z (c[1] + ...))`, `z = x²`, for |x| < 0.625: see `exp.rs`.
+    const TANH: &'static [Self];
+    /// Where `tanh` changes from the polynomial to the exponential.
+    const TANH_NEAR: Self;
+    /// How far, in binary units, a score may exceed the reference of its row: see `softmax.rs`.
+    const SLACK: Self;
+    /// The exponent of the smallest normal number; powers of two below it are flushed to zero.
+    const MIN_EXPONENT: Self;
+    /// The smallest integer whose power of two is infinite.
+    const OVERFLOW_EXPONENT: Self;
+
+    /// `⌊self⌋`, for numbers far inside the range of integers that the type holds exactly, in operations that every
+    /// baseline instruction set has (`floor` is a library call on SSE2). Anything for other numbers and NaN.
+    fn floor_small(self) -> Self;
+
+    /// `2^self` for an integer in `MIN_EXPONENT..=OVERFLOW_EXPONENT`. Any number that is not NaN, for anything else.
+    fn exp2_integer(self) -> Self;
+
+    /// `self * factor + addend`, fused where the target's baseline has the instruction: elsewhere the fused form is a
+    /// library call that costs fifty times as much.
+    fn multiply_add(self, factor: Self, addend: Self) -> Self;
+
+    /// The kernels of a level, or the portable ones if this CPU cannot run it.
+    fn kernels(level: Level) -> &'static Kernels<Self>;
+}
+
+macro_rules! real {
+    ($t:ident, $bits:ident, $kernels:path, EXP2 = $exp2:expr, TANH = $tanh:expr) => {
+        impl Real for $t {
+            const LOG2_E: Self = std::$t::consts::LOG2_E;
+            const EXP2: &'static [Self] = &$exp2;
+            const TANH: &'static [Self] = &$tanh;
+            const TANH_NEAR: Self = 0.625;
+            const SLACK: Self = 8.0;
+            const MIN_EXPONENT: Self = ($t::MIN_EXP - 1) as Self;
+            const OVERFLOW_EXPONENT: Self = $t::MAX_EXP as Self;
+
+            #[inline(always)]
+            fn floor_small(self) -> Self {
+                // Adding 1.5 * 2^(digits - 1) pushes the fraction out of the number and rounds to nearest.
+                let nearest = (self + INTEGER) - INTEGER;
+                nearest - if nearest > self { 1.0 } else { 0.0 }
+            }
+
+            #[inline(always)]
+            fn exp2_integer(self) -> Self {
+                // The same sum leaves the integer in the low bits, from where it moves up to the exponent field.
+                let biased = (self + INTEGER).to_bits().wrapping_add($t::MAX_EXP as $bits - 1);
+                Self::from_bits(biased << ($t::MANTISSA_DIGITS - 1))
+            }
+
+            #[inline(always)]
+            fn multiply_add(self, factor: Self, addend: Self) -> Self {
+                if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+                    self.mul_add(factor, addend)
+                } else {
+                    self * factor + addend
+                }
+            }
+
+            fn kernels(level: Level) -> &'static Kernels<Self> {
+                $kernels(level)
+            }
+        }
+    };
+}
+
+/// The numbers of one type, in a module of their own so that both types can call theirs `INTEGER`.
+mod single {
+    use super::*;
+
+    const INTEGER: f32 = 1.5 * (1_u32 << (f32::MANTISSA_DIGITS - 1)) as f32;
+
+    real!(
+        f32,
+        u32,
+        crate::kernels::kernels_f32,
+        EXP2 = [0.693_147_04, 0.240_229_31, 0.055_485_28, 0.009_675_452, 0.001_246_784_6, 0.000_216_129_15],
+        TANH = [-0.333_332_82, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_987_4]
+    );
+}
+
+/// As [`single`].
+mod double {
+    use super::*;
+
+    const INTEGER: f64 = 1.5 * (1_u64 << (f64::MANTISSA_DIGITS - 1)) as f64;
+
+    real!(
+        f64,
+        u64,
+        crate::kernels::kernels_f64,
+        EXP2 = [
+            0.693_147_180_559_945_928_38,
+            0.240_226_506_959_063_303_64,
+            0.055_504_108_665_602_232_111,
+            0.009_618_129_099_550_941_635_8,
+            0.001_333_355_862_956_076_850_9,
+            0.000_154_035_123_097_839_896,
+            0.000_015_253_175_052_942_544_875,
+            1.320_836_731_763_581_869_9e-6,
+            1.025_321_223_903_769_912_7e-7,
+            6.559_530_090_688_845_128_4e-9,
+            6.263_464_838_782_908_030_3e-10,
+        ],
+        TANH = [
+            -0.333_333_333_333_328_552_64,
+            0.133_333_333_332_620_912_78,
+            -0.053_968_253_931_267_692_655,
+            0.021_869_487_576_094_504_373,
+            -0.008_863_221_002_629_502_863_5,
+            0.003_591_989_173_801_533_639_2,
+            -0.001_454_958_877_886_363_866,
+            0.000_586_316_539_897_503_172_19,
+            -0.000_228_564_210_011_454_931_56,
+            0.000_077_144_365_154_119_471_61,
+            -0.000_016_072_568_841_506_045_036,
+        ]
+    );
+}

@@ -1,0 +1,155 @@
+//! The vector type that kernels are generic over: a *token* whose existence proves that the CPU has the instructions.
+//!
+//! A kernel takes `s: S` with `S: Simd` and calls `s.add(a, b)`. The token can only be made by unsafe code that checked
+//! the CPU, so the arithmetic needs no further proof and is safe; only loads and stores, which take pointers, are not.
+//! Everything is `#[inline(always)]` and carries no `#[target_feature]`: the attribute sits on the entry points in
+//! `mod.rs`, into which all of it is inlined.
+
+use super::real::Real;
+use num_traits::Zero;
+
+/// Operations on vectors of [`Simd::LANES`] numbers.
+///
+/// `max` and `min` return `b` if either operand is NaN, as on x86, so `max(x, best)` skips NaN and `max(floor, x)`
+/// keeps it. Comparisons with NaN are false.
+pub(crate) trait Simd: Copy {
+    type Elem: Real;
+    type V: Copy;
+    /// One truth value per lane.
+    type Mask: Copy;
+
+    /// A power of two that divides [`super::PANEL`].
+    const LANES: usize;
+
+    fn splat(self, x: Self::Elem) -> Self::V;
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a b + c`; rounded once at every level but `Portable` on x86.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    fn min(self, a: Self::V, b: Self::V) -> Self::V;
+
+    /// `a < b`.
+    fn lt(self, a: Self::V, b: Self::V) -> Self::Mask;
+    /// The lanes whose bit is set; bits from `LANES` on are ignored.
+    fn mask_from_bits(self, bits: u64) -> Self::Mask;
+    /// The inverse of [`Simd::mask_from_bits`].
+    fn mask_bits(self, mask: Self::Mask) -> u64;
+    /// `a` where the mask is true, `b` elsewhere. The lane that is not taken has no influence, NaN included.
+    fn select(self, mask: Self::Mask, a: Self::V, b: Self::V) -> Self::V;
+
+    /// `t - ⌊t⌋`; anything if `t` is infinite.
+    fn fraction(self, t: Self::V) -> Self::V;
+    /// `p 2^⌊t⌋`: zero if `t` is below the exponent of the smallest normal number, infinite if it is above the
+    /// largest; NaN if `t` or `p` is NaN (unless `p` is NaN because `t` is -inf, which gives zero).
+    fn scale_by_floor(self, p: Self::V, t: Self::V) -> Self::V;
+
+    /// The lanes of `a` and `b` alternating: the first `LANES` of them and the rest.
+    fn interleave(self, a: Self::V, b: Self::V) -> (Self::V, Self::V);
+
+    fn reduce_sum(self, v: Self::V) -> Self::Elem;
+    /// The largest lane; no lane may be NaN.
+    fn reduce_max(self, v: Self::V) -> Self::Elem;
+
+    /// # Safety
+    /// `p` must be valid for reading `LANES` elements.
+    unsafe fn load(self, p: *const Self::Elem) -> Self::V;
+
+    /// # Safety
+    /// `p` must be valid for writing `LANES` elements.
+    unsafe fn store(self, p: *mut Self::Elem, v: Self::V);
+
+    /// The first `n` lanes from memory, zero in the others.
+    ///
+    /// # Safety
+    /// `n <= LANES`, and `p` must be valid for reading `n` elements.
+    unsafe fn load_partial(self, p: *const Self::Elem, n: usize) -> Self::V;
+
+    /// The first `n` lanes to memory.
+    ///
+    /// # Safety
+    /// `n <= LANES`, and `p` must be valid for writing `n` elements.
+    unsafe fn store_partial(self, p: *mut Self::Elem, v: Self::V, n: usize);
+
+    /// Transposes a block of `LANES x LANES`: [`transpose`] with the constant filled in.
+    ///
+    /// # Safety
+    /// As [`transpose`].
+    unsafe fn transpose_block(self, block: Block<Self::Elem>);
+
+    #[inline(always)]
+    fn zero(self) -> Self::V {
+        self.splat(Self::Elem::zero())
+    }
+}
+
+/// What [`transpose`] reads and writes.
+#[derive(Clone, Copy)]
+pub(crate) struct Block<T> {
+    pub(crate) from: *const T,
+    /// Distance between the rows of the source.
+    pub(crate) from_row: isize,
+    /// Rows that exist; the others count as zero.
+    pub(crate) rows: usize,
+    pub(crate) to: *mut T,
+    /// Distance between the rows of the target.
+    pub(crate) to_row: usize,
+}
+
+/// `to[j][i] = from[i][j]` for `i, j < N = LANES`, in log2(N) rounds.
+///
+/// A round interleaves the two halves of the block, which rotates the bits of the flat index `i N + j` by one place;
+/// after log2(N) rounds the bits of `i` and `j` have changed places.
+///
+/// # Safety
+/// The `rows` first rows of `N` elements must be readable and all `N` rows of the target writable.
+#[inline(always)]
+pub(crate) unsafe fn transpose<S: Simd, const N: usize>(s: S, block: Block<S::Elem>) {
+    const { assert!(N == S::LANES) };
+    let mut rows = [s.zero(); N];
+    let mut from = block.from;
+    for row in rows.iter_mut().take(block.rows) {
+        // SAFETY: the row is among the first `rows`, readable by this function's contract.
+        *row = unsafe { s.load(from) };
+        from = from.wrapping_offset(block.from_row);
+    }
+    for _ in 0..N.trailing_zeros() {
+        let mut next = rows;
+        for i in 0..N / 2 {
+            (next[2 * i], next[2 * i + 1]) = s.interleave(rows[i], rows[i + N / 2]);
+        }
+        rows = next;
+    }
+    for (j, &row) in rows.iter().enumerate() {
+        // SAFETY: row j < N of the target is writable by this function's contract.
+        unsafe { s.store(block.to.add(j * block.to_row), row) };
+    }
+}
+
+/// Implements methods of [`Simd`] by intrinsics: `name(a, b) -> type = expression;`
+macro_rules! vector_ops {
+    ($($name:ident($($arg:ident: $t:ty),*) -> $result:ty = $body:expr;)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: $t),*) -> $result {
+            // SAFETY: `self` exists, so the CPU has the instructions (established by the caller of `assume`).
+            unsafe { $body }
+        }
+    )*};
+}
+
+/// Implements the methods of [`Simd`] that touch memory, likewise.
+macro_rules! memory_ops {
+    ($($name:ident($($arg:ident: $t:ty),*) -> $result:ty = $body:expr;)*) => {$(
+        #[inline(always)]
+        unsafe fn $name(self, $($arg: $t),*) -> $result {
+            // SAFETY: `self` exists, so the CPU has the instructions (established by the caller of `assume`); the
+            // caller of this method vouches for the memory.
+            unsafe { $body }
+        }
+    )*};
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use {memory_ops, vector_ops};

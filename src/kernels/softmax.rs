@@ -1,0 +1,191 @@
+//! One step of the online softmax: a group of rows meets one tile of 64 keys.
+//!
+//! ```text
+//! s  = cap · tanh(s / cap) + bias            scores in binary units: 2^s where the formula has e^s
+//! m' = m, or the largest visible score       m' ≠ m only if some visible s > m + 8
+//! p  = 2^(s - m') where visible, else 0
+//! l  = l · 2^(m - m') + p,   o = o · 2^(m - m')
+//! ```
+//!
+//! Shapes: `p` [rows][64] (scores in, probabilities out), `m` [rows], `l` [rows][16] (one partial sum per lane), `o`
+//! [rows][width]. The reference `m` is *lazy*: any reference gives the same quotient `o / l`, so it moves only when a
+//! score would make `p` large (2^8), which is rare after the first tile. `m = -inf` means that the row has seen no key,
+//! and then `l` and `o` are zero; the first visible tile sets `m` to its true maximum, so a single key has `p = 1`.
+//!
+//! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
+//! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
+
+use super::exp::{exp2, tanh};
+use super::real::Real;
+use super::simd::Simd;
+use super::{KEYS, PANEL};
+use num_traits::Float;
+
+/// One step, by pointers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Softmax<T> {
+    pub(crate) rows: usize,
+    /// The keys of the tile that count, both ends multiples of 16. The others are neither read nor written.
+    pub(crate) first: usize,
+    pub(crate) end: usize,
+    pub(crate) p: *mut T,
+    pub(crate) m: *mut T,
+    pub(crate) l: *mut T,
+    pub(crate) o: *mut T,
+    pub(crate) o_row: usize,
+    /// Elements of a row of `o`, a multiple of 16.
+    pub(crate) width: usize,
+    /// Per row, bit j set if key j is visible; null if every key of the range is. A bias of -inf clears bits.
+    pub(crate) visible: *mut u64,
+    /// [rows][64] in natural units, or null.
+    pub(crate) bias: *const T,
+    /// In natural units.
+    pub(crate) softcap: Option<T>,
+}
+
+/// Runs one step.
+///
+/// # Safety
+/// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`; a bias needs `visible`.
+#[inline(always)]
+pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
+    // SAFETY: the contract is handed on; `ALL` is set only if the range is 0..64.
+    unsafe {
+        if a.softcap.is_some() || !a.bias.is_null() {
+            for row in 0..a.rows {
+                score_mods(s, a, row);
+            }
+        }
+        match (a.visible.is_null(), a.first == 0 && a.end == KEYS) {
+            (true, true) => rows::<S, false, true>(s, a),
+            (true, false) => rows::<S, false, false>(s, a),
+            (false, true) => rows::<S, true, true>(s, a),
+            (false, false) => rows::<S, true, false>(s, a),
+        }
+    }
+}
+
+/// Caps the scores of a row, adds the bias, and hides the keys whose bias is -inf.
+///
+/// # Safety
+/// As [`softmax`], with `row < rows`.
+#[inline(always)]
+unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
+    let log2_e = s.splat(S::Elem::LOG2_E);
+    let (lowest, highest) = (s.splat(S::Elem::min_value()), s.splat(S::Elem::max_value()));
+    let mut hidden = 0;
+    for key in (a.first..a.end).step_by(S::LANES) {
+        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of `p` and of the bias (contract).
+        unsafe {
+            let p = a.p.add(row * KEYS + key);
+            let mut x = s.load(p);
+            if let Some(cap) = a.softcap {
+                let cap = s.splat(cap * S::Elem::LOG2_E);
+                x = s.mul(cap, tanh(s, s.div(x, cap)));
+            }
+            if !a.bias.is_null() {
+                let bias = s.load(a.bias.add(row * KEYS + key));
+                hidden |= s.mask_bits(s.lt(bias, lowest)) << key;
+                // A large finite bias is arithmetic, not a mask: the change of units must not make it infinite.
+                let scaled = s.max(lowest, s.min(highest, s.mul(bias, log2_e)));
+                x = s.add(x, s.select(s.lt(highest, bias), bias, scaled));
+            }
+            s.store(p, x);
+        }
+    }
+    if hidden != 0 {
+        // SAFETY: `visible` has a word per row if there is a bias (contract); without one nothing is hidden.
+        unsafe { *a.visible.add(row) &= !hidden };
+    }
+}
+
+/// Scores to probabilities, with the reference of a row moved first if it has to. `ALL` fixes the range of keys to
+/// 0..64, so that the loops over keys are unrolled.
+///
+/// # Safety
+/// As [`softmax`]; `visible` is not null if `MASKED`.
+#[inline(always)]
+unsafe fn rows<S: Simd, const MASKED: bool, const ALL: bool>(s: S, a: &Softmax<S::Elem>) {
+    let nothing = s.splat(S::Elem::neg_infinity());
+    let (first, end) = if ALL { (0, KEYS) } else { (a.first, a.end) };
+    // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
+    for row in 0..a.rows {
+        unsafe {
+            let p = a.p.add(row * KEYS);
+            let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
+
+            let mut top = nothing;
+            let mut key = first;
+            while key < end {
+                let mut x = s.load(p.add(key));
+                if MASKED {
+                    x = s.select(s.mask_from_bits(visible >> key), x, nothing);
+                }
+                // This order of operands skips NaN, which reaches `p` by itself.
+                top = s.max(x, top);
+                key += S::LANES;
+            }
+
+            let m = &mut *a.m.add(row);
+            let limit = s.splat(*m + S::Elem::SLACK);
+            if *m == S::Elem::neg_infinity() || s.mask_bits(s.lt(limit, top)) != 0 {
+                cold();
+                if MASKED && *m == S::Elem::neg_infinity() && visible & key_bits(first, end) == 0 {
+                    for key in (first..end).step_by(S::LANES) {
+                        s.store(p.add(key), s.zero());
+                    }
+                    continue;
+                }
+                // Finite from now on, also if every visible score is -inf.
+                let moved = m.max(s.reduce_max(top)).max(S::Elem::min_value());
+                if *m != S::Elem::neg_infinity() {
+                    rescale(s, a, row, *m - moved);
+                }
+                *m = moved;
+            }
+
+            let reference = s.splat(*m);
+            let l = a.l.add(row * PANEL);
+            let mut sum = s.load(l);
+            let mut key = first;
+            while key < end {
+                let mut e = exp2(s, s.sub(s.load(p.add(key)), reference));
+                if MASKED {
+                    e = s.select(s.mask_from_bits(visible >> key), e, s.zero());
+                }
+                s.store(p.add(key), e);
+                sum = s.add(sum, e);
+                key += S::LANES;
+            }
+            s.store(l, sum);
+        }
+    }
+}
+
+/// Multiplies the row of `o` and its partial sums by `2^exponent`.
+///
+/// # Safety
+/// As [`softmax`], with `row < rows`.
+#[inline(always)]
+unsafe fn rescale<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize, exponent: S::Elem) {
+    let factor = exp2(s, s.splat(exponent));
+    // SAFETY: `width` and 16 are multiples of LANES, and the row of `o` and `l` has that many elements (contract).
+    unsafe {
+        let l = a.l.add(row * PANEL);
+        s.store(l, s.mul(s.load(l), factor));
+        for column in (0..a.width).step_by(S::LANES) {
+            let o = a.o.add(row * a.o_row + column);
+            s.store(o, s.mul(s.load(o), factor));
+        }
+    }
+}
+
+/// The bits `first..end` of a word, `first <= end <= 64`.
+#[inline(always)]
+pub(crate) fn key_bits(first: usize, end: usize) -> u64 {
+    if first == end { 0 } else { (u64::MAX >> (KEYS - (end - first))) << first }
+}
+
+/// Tells the compiler that the branch it is called in is rare: the code moves out of the way of the common path.
+#[cold]
+fn cold() {}

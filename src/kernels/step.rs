@@ -1,0 +1,221 @@
+//! One group of queries meets one tile of keys.
+//!
+//! ```text
+//! p = q k^T        [rows][64]     rows <= 6 queries, scaled by scale · log2(e) beforehand
+//! p, m, l = softmax step          see `softmax.rs`
+//! o += p v         [rows][width]
+//! ```
+//!
+//! After the last tile, `o / Σ l` is the context and `ln 2 · (m + log2 Σ l)` the log-sum-exp of a row.
+//! The scheme is FlashAttention's (Dao et al., 2022) with tiles for registers and the first-level cache.
+
+use super::real::Real;
+use super::softmax::{Softmax, key_bits};
+use super::table::Kernels;
+use super::tile::{MAX_ROWS, Start, Tile};
+use super::values::Values;
+use super::{KEYS, PANEL};
+use std::ops::Range;
+use std::ptr;
+
+/// The queries of a group and what is known about their rows so far.
+#[derive(Debug)]
+pub(crate) struct Group<'a, T> {
+    /// At most [`MAX_ROWS`].
+    pub(crate) rows: usize,
+    pub(crate) head_dim: usize,
+    /// [rows][q_row], of which `head_dim` elements are used.
+    pub(crate) q: &'a [T],
+    pub(crate) q_row: usize,
+    /// Reference of each row in binary units; -inf until it has seen a key.
+    pub(crate) m: &'a mut [T],
+    /// [rows][16] partial sums; zero at first.
+    pub(crate) l: &'a mut [T],
+    /// [rows][o_row], of which the width of the values is used; zero at first.
+    pub(crate) o: &'a mut [T],
+    pub(crate) o_row: usize,
+    /// [rows][64] scores and probabilities of the tile: scratch. What it holds at first does not matter.
+    pub(crate) p: &'a mut [T],
+}
+
+/// A packed tile of at most 64 keys.
+#[derive(Clone, Debug)]
+pub(crate) struct KeyTile<'a, T> {
+    /// [panels][head_dim][16].
+    pub(crate) keys: &'a [T],
+    /// [16 panels][width].
+    pub(crate) values: &'a [T],
+    /// Columns of `values`: the value width, rounded up to a multiple of 16.
+    pub(crate) width: usize,
+    pub(crate) finite: Finite,
+    /// The panels of 16 keys that the group may see. Others are not touched.
+    pub(crate) panels: Range<usize>,
+}
+
+/// Whether a tile of values holds a NaN or an infinity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Finite {
+    /// Every value is finite, so `0 · v = 0`.
+    All,
+    /// Some value is not: keys that a row does not see are left out of its sum.
+    NotAll,
+}
+
+/// What happens between scores and probabilities.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scoring<'a, T> {
+    /// Per row, bit j set if key j of the tile may be seen; without it, all keys of the panels may.
+    pub(crate) visible: Option<&'a [u64]>,
+    /// [rows][64], in natural units.
+    pub(crate) bias: Option<&'a [T]>,
+    /// In natural units; finite and positive.
+    pub(crate) softcap: Option<T>,
+}
+
+impl<T> KeyTile<'_, T> {
+    /// The keys of the panels: a range within 0..64.
+    fn range(&self) -> Range<usize> {
+        let end = self.panels.end.min(KEYS / PANEL) * PANEL;
+        (self.panels.start.min(KEYS / PANEL) * PANEL).min(end)..end
+    }
+
+    /// The width, which is a multiple of 16 whatever the caller wrote.
+    fn padded_width(&self) -> usize {
+        self.width / PANEL * PANEL
+    }
+}
+
+/// Per row of a group, the keys of the tile that it sees.
+pub(crate) type Visible = [u64; MAX_ROWS];
+
+impl<T: Real> Kernels<T> {
+    /// Scores, softmax and values of one group against one tile.
+    ///
+    /// Keys that do not exist (the tile's last panel may be padded) must be hidden by `visible`.
+    pub(crate) fn attend(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, scoring: &Scoring<'_, T>) {
+        self.scores(group, tile);
+        let visible = self.softmax(group, tile, scoring);
+        self.values(group, tile, visible.as_ref());
+    }
+
+    /// `p = q k^T` for the keys of the panels.
+    pub(crate) fn scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
+        let (rows, keys) = (group.rows.min(MAX_ROWS), tile.range());
+        if rows == 0 {
+            return;
+        }
+        let panel = group.head_dim.saturating_mul(PANEL);
+        let q = &group.q[..extent(rows, group.q_row, group.head_dim)];
+        let k = &tile.keys[..(keys.end / PANEL).saturating_mul(panel)];
+        let p = &mut group.p[..rows * KEYS];
+        // SAFETY: rows is in 1..=6. The slices above hold every row of `q`, every panel up to `keys.end` and every row
+        // of `p`; `keys` is a range of whole panels within the 64 columns of `p`.
+        unsafe {
+            (self.tile)(&Tile {
+                rows,
+                n: keys.len(),
+                k: group.head_dim,
+                a: q.as_ptr(),
+                a_row: group.q_row,
+                a_k: 1,
+                b: k.as_ptr().wrapping_add(keys.start / PANEL * panel),
+                b_panel: panel,
+                b_k: PANEL,
+                c: p.as_mut_ptr().add(keys.start),
+                c_row: KEYS,
+                start: Start::Zero,
+            });
+        }
+    }
+
+    /// Scores to probabilities. Returns what each row sees, unless that is all of the panels.
+    pub(crate) fn softmax(
+        &self,
+        group: &mut Group<'_, T>,
+        tile: &KeyTile<'_, T>,
+        scoring: &Scoring<'_, T>,
+    ) -> Option<Visible> {
+        let (rows, keys) = (group.rows.min(MAX_ROWS), tile.range());
+        let mut visible = (scoring.visible.is_some() || scoring.bias.is_some()).then_some([u64::MAX; MAX_ROWS]);
+        if let (Some(words), Some(bits)) = (&mut visible, scoring.visible) {
+            words[..rows].copy_from_slice(&bits[..rows]);
+        }
+        let p = &mut group.p[..rows * KEYS];
+        let m = &mut group.m[..rows];
+        let l = &mut group.l[..rows * PANEL];
+        let o = &mut group.o[..extent(rows, group.o_row, tile.padded_width())];
+        let bias = scoring.bias.map(|bias| &bias[..rows * KEYS]);
+        // SAFETY: the slices above have the shapes that the kernel asks for, `keys` is a range of whole panels within
+        // 64, and `visible` is there if a bias is.
+        unsafe {
+            (self.softmax)(&Softmax {
+                rows,
+                first: keys.start,
+                end: keys.end,
+                p: p.as_mut_ptr(),
+                m: m.as_mut_ptr(),
+                l: l.as_mut_ptr(),
+                o: o.as_mut_ptr(),
+                o_row: group.o_row,
+                width: tile.padded_width(),
+                visible: visible.as_mut().map_or(ptr::null_mut(), |words| words.as_mut_ptr()),
+                bias: bias.map_or(ptr::null(), <[T]>::as_ptr),
+                softcap: scoring.softcap,
+            });
+        }
+        visible
+    }
+
+    /// `o += p v` over the keys of the panels; `visible` is what [`Kernels::softmax`] returned.
+    pub(crate) fn values(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, visible: Option<&Visible>) {
+        let (rows, keys, width) = (group.rows.min(MAX_ROWS), tile.range(), tile.padded_width());
+        if rows == 0 {
+            return;
+        }
+        let p = &group.p[..rows * KEYS];
+        let v = &tile.values[..keys.end.saturating_mul(width)];
+        let o = &mut group.o[..extent(rows, group.o_row, width)];
+        match visible {
+            Some(visible) if tile.finite == Finite::NotAll => {
+                let seen = visible.map(|bits| bits & key_bits(keys.start, keys.end));
+                // SAFETY: the slices above hold every row of `p` and `o` and the values up to `keys.end`, where the
+                // bits of `seen` end.
+                unsafe {
+                    (self.values)(&Values {
+                        rows,
+                        p: p.as_ptr(),
+                        visible: seen.as_ptr(),
+                        v: v.as_ptr(),
+                        v_row: width,
+                        o: o.as_mut_ptr(),
+                        o_row: group.o_row,
+                        width,
+                    });
+                }
+            }
+            // SAFETY: rows is in 1..=6, `width` is a multiple of 16, and the slices above hold every row of `p` and `o`
+            // and the values up to `keys.end`.
+            _ => unsafe {
+                (self.tile)(&Tile {
+                    rows,
+                    n: width,
+                    k: keys.len(),
+                    a: p.as_ptr().add(keys.start),
+                    a_row: KEYS,
+                    a_k: 1,
+                    b: v.as_ptr().add(keys.start * width),
+                    b_panel: PANEL,
+                    b_k: width,
+                    c: o.as_mut_ptr(),
+                    c_row: group.o_row,
+                    start: Start::Add,
+                });
+            },
+        }
+    }
+}
+
+/// Elements of `rows` rows that begin `row` apart and use `width` elements each; more than any slice has on overflow.
+fn extent(rows: usize, row: usize, width: usize) -> usize {
+    if rows == 0 { 0 } else { (rows - 1).saturating_mul(row).saturating_add(width) }
+}

@@ -1,0 +1,150 @@
+//! The kernels of each level: the generic bodies, compiled with the instructions of that level, behind function pointers.
+
+use super::level::Level;
+use super::pack::{self, Pack};
+use super::portable::Portable;
+use super::softmax::{self, Softmax};
+use super::tile::{self, Tile};
+use super::values::{self, Values};
+use super::{PANEL, exp};
+use ndarray::ArrayView2;
+
+/// The kernels of one level for one scalar type.
+///
+/// The fields are unsafe to call for the reasons that their generic bodies state; that the CPU has the instructions is
+/// settled when a table is handed out.
+#[derive(Debug)]
+pub(crate) struct Kernels<T: 'static> {
+    level: Level,
+    pub(super) tile: unsafe fn(&Tile<T>),
+    pub(super) softmax: unsafe fn(&Softmax<T>),
+    pub(super) values: unsafe fn(&Values<T>),
+    pub(super) panels: unsafe fn(&Pack<T>),
+    pub(super) rows: unsafe fn(&Pack<T>) -> bool,
+    pub(super) scaled: unsafe fn(&Pack<T>, T),
+    exp2: unsafe fn(*mut T, usize),
+    tanh: unsafe fn(*mut T, usize),
+}
+
+/// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
+macro_rules! level {
+    ($module:ident, $level:expr, $f32:expr, $f64:expr, NV = $nv:literal $(, $features:literal)?) => {
+        mod $module {
+            use super::*;
+
+            level!(@table F32, f32, $level, $f32, $nv $(, $features)?);
+            level!(@table F64, f64, $level, $f64, $nv $(, $features)?);
+        }
+    };
+    (@table $name:ident, $t:ident, $level:expr, $token:expr, $nv:literal $(, $features:literal)?) => {
+        pub(super) static $name: Kernels<$t> = {
+            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv>);
+            level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax);
+            level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
+            level!(@entry $token $(, $features)?, panels(a: &Pack<$t>) -> () = pack::panels);
+            level!(@entry $token $(, $features)?, rows(a: &Pack<$t>) -> bool = pack::rows);
+            level!(@entry $token $(, $features)?, scaled(a: &Pack<$t>, factor: $t) -> () = pack::scaled);
+            level!(@entry $token $(, $features)?, exp2(x: *mut $t, n: usize) -> () = exp::exp2_slice);
+            level!(@entry $token $(, $features)?, tanh(x: *mut $t, n: usize) -> () = exp::tanh_slice);
+            Kernels { level: $level, tile, softmax, values, panels, rows, scaled, exp2, tanh }
+        };
+    };
+    (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
+        $(#[target_feature(enable = $features)])?
+        unsafe fn $name($($arg: $t),*) -> $out {
+            // SAFETY: the table of a level is handed out only where the CPU has its instructions (`table` below); the
+            // caller keeps the contract of the body.
+            unsafe { $body($token, $($arg),*) }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+level!(avx512, Level::Avx512, Avx512::<f32>::assume(), Avx512::<f64>::assume(), NV = 4, "avx512f,avx512dq,avx2,fma");
+#[cfg(target_arch = "x86_64")]
+level!(avx2, Level::Avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, "avx2,fma");
+#[cfg(target_arch = "aarch64")]
+level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4);
+#[cfg(not(target_arch = "aarch64"))]
+level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2);
+
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512::Avx512};
+
+/// The table of a level that the CPU has, or the portable one.
+macro_rules! table {
+    ($level:expr, $name:ident) => {
+        match $level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 if Level::Avx512.is_available() => &avx512::$name,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 if Level::Avx2.is_available() => &avx2::$name,
+            _ => &portable::$name,
+        }
+    };
+}
+
+/// The `f32` kernels of a level, or the portable ones if this CPU cannot run it.
+pub(crate) fn kernels_f32(level: Level) -> &'static Kernels<f32> {
+    table!(level, F32)
+}
+
+/// The `f64` kernels of a level, or the portable ones if this CPU cannot run it.
+pub(crate) fn kernels_f64(level: Level) -> &'static Kernels<f64> {
+    table!(level, F64)
+}
+
+/// The copies and functions that need nothing but slices and views; the others are in `step.rs` and `gemm.rs`.
+impl<T: Copy> Kernels<T> {
+    /// The level the kernels are compiled for.
+    pub(crate) fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Replaces each number by its power of two.
+    pub(crate) fn exp2(&self, x: &mut [T]) {
+        // SAFETY: pointer and length are those of a mutable slice.
+        unsafe { (self.exp2)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// Replaces each number by its hyperbolic tangent.
+    pub(crate) fn tanh(&self, x: &mut [T]) {
+        // SAFETY: pointer and length are those of a mutable slice.
+        unsafe { (self.tanh)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// `[count, d]` to panels `[⌈count/16⌉][d][16]`; the lanes of rows that do not exist are zero.
+    pub(crate) fn pack_panels(&self, from: ArrayView2<'_, T>, to: &mut [T]) {
+        let (rows, columns) = from.dim();
+        let to = &mut to[..panels_len(rows, columns)];
+        // SAFETY: the view makes the source readable, and the slice above has the length that the kernel asks for.
+        unsafe { (self.panels)(&describe(from, to)) }
+    }
+
+    /// `[count, w]` to rows `[⌈count/16⌉·16][⌈w/16⌉·16]` with zeros where there is no source. True if all is finite.
+    pub(crate) fn pack_rows(&self, from: ArrayView2<'_, T>, to: &mut [T]) -> bool {
+        let (rows, columns) = from.dim();
+        let to = &mut to[..panels_len(rows, columns.next_multiple_of(PANEL))];
+        // SAFETY: as for `pack_panels`.
+        unsafe { (self.rows)(&describe(from, to)) }
+    }
+
+    /// `factor · from`, `[count, d]` to contiguous rows.
+    pub(crate) fn pack_scaled(&self, from: ArrayView2<'_, T>, factor: T, to: &mut [T]) {
+        let to = &mut to[..from.len()];
+        // SAFETY: as for `pack_panels`.
+        unsafe { (self.scaled)(&describe(from, to), factor) }
+    }
+}
+
+/// Elements of `rows` packed to panels of 16 with `columns` each.
+pub(crate) const fn panels_len(rows: usize, columns: usize) -> usize {
+    rows.next_multiple_of(PANEL).saturating_mul(columns)
+}
+
+/// A view and a slice as the kernels see them.
+fn describe<T>(from: ArrayView2<'_, T>, to: &mut [T]) -> Pack<T> {
+    let (rows, columns) = from.dim();
+    let (row, column) = (from.strides()[0], from.strides()[1]);
+    Pack { from: from.as_ptr(), row, column, rows, columns, to: to.as_mut_ptr() }
+}

@@ -1,0 +1,155 @@
+//! The micro-kernel of every matrix product: a few rows, held in registers.
+//!
+//! ```text
+//! c[i][j]  =  (c[i][j] +)  Σ_t a[i][t] b[t][j]        i < rows <= 6,  j < n,  t < k
+//! ```
+//!
+//! `a` is broadcast and has two free strides: `a_k = 1` for rows, `a_row = 1` for a transposed matrix. `b` comes in
+//! *panels* of 16 columns, at every level and for both types, so that packed data does not depend on the level; a
+//! row-major matrix is the special case `b_panel = 16, b_k = row stride`. The sum over `t` runs in order, one fused
+//! multiply-add per term, so the bits of a result do not depend on how rows and columns are cut into tiles.
+//!
+//! A register block is MR rows by NV vectors: 6 x 4 with the 32 registers of AVX-512 and aarch64, 6 x 2 with 16. To see that
+//! the accumulators of a level stay in registers (24 multiply-adds per turn of the loop and no vector moved to the stack):
+//!
+//! ```text
+//! cargo rustc --release --lib -- --emit asm -C codegen-units=1
+//! grep -n 'vfmadd231ps.*zmm' target/release/deps/multihead-*.s
+//! ```
+//!
+//! The scheme is that of the BLIS micro-kernel (Van Zee and van de Geijn, 2015).
+
+use super::PANEL;
+use super::simd::Simd;
+
+/// Rows of the largest register block.
+pub(crate) const MAX_ROWS: usize = 6;
+
+/// One product, by pointers. Strides count elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tile<T> {
+    pub(crate) rows: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) a: *const T,
+    pub(crate) a_row: usize,
+    pub(crate) a_k: usize,
+    pub(crate) b: *const T,
+    pub(crate) b_panel: usize,
+    pub(crate) b_k: usize,
+    pub(crate) c: *mut T,
+    pub(crate) c_row: usize,
+    pub(crate) start: Start,
+}
+
+/// What a sum begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// Zero: what `c` holds is not read.
+    Zero,
+    /// What `c` holds.
+    Add,
+}
+
+/// Runs a product with register blocks of up to 6 rows and `NV` vectors.
+///
+/// # Safety
+/// - `1 <= rows <= MAX_ROWS`;
+/// - all of `a` is readable, and of `b` every column below `n` rounded up to a multiple of 16;
+/// - `c` is readable and writable, columns below `n` only, and overlaps neither `a` nor `b`.
+#[inline(always)]
+pub(crate) unsafe fn tile<S: Simd, const NV: usize>(s: S, t: &Tile<S::Elem>) {
+    // SAFETY: the contract is handed on; MR is the number of rows.
+    unsafe {
+        match t.rows {
+            1 => strip::<S, 1, NV>(s, t),
+            2 => strip::<S, 2, NV>(s, t),
+            3 => strip::<S, 3, NV>(s, t),
+            4 => strip::<S, 4, NV>(s, t),
+            5 => strip::<S, 5, NV>(s, t),
+            _ => strip::<S, MAX_ROWS, NV>(s, t),
+        }
+    }
+}
+
+/// Walks the columns: blocks of `NV` vectors, then one block of as many vectors as are left.
+///
+/// # Safety
+/// As [`tile`], with `MR == rows`.
+#[inline(always)]
+unsafe fn strip<S: Simd, const MR: usize, const NV: usize>(s: S, t: &Tile<S::Elem>) {
+    let mut column = 0;
+    // SAFETY: each block starts below n and holds at most the vectors up to the next multiple of LANES, which divides
+    // the multiple of 16 up to which the caller vouches for `b`.
+    unsafe {
+        while t.n - column >= NV * S::LANES {
+            block::<S, MR, NV, false>(s, t, column);
+            column += NV * S::LANES;
+        }
+        match (t.n - column).div_ceil(S::LANES) {
+            0 => {}
+            1 => block::<S, MR, 1, true>(s, t, column),
+            2 => block::<S, MR, 2, true>(s, t, column),
+            3 if NV > 2 => block::<S, MR, 3, true>(s, t, column),
+            _ => block::<S, MR, NV, true>(s, t, column),
+        }
+    }
+}
+
+/// One register block at `column`. With `EDGE`, only columns below `n` of `c` are touched.
+///
+/// # Safety
+/// As [`tile`], with `MR == rows`; `column` is a multiple of `LANES` where a full block began, and without `EDGE` the
+/// block ends at or before `n`.
+#[inline(always)]
+unsafe fn block<S: Simd, const MR: usize, const NV: usize, const EDGE: bool>(s: S, t: &Tile<S::Elem>, column: usize) {
+    let per_panel = PANEL / S::LANES;
+    let lanes = |v: usize| if EDGE { (t.n - column).saturating_sub(v * S::LANES).min(S::LANES) } else { S::LANES };
+    let mut sum = [[s.zero(); NV]; MR];
+    // SAFETY: rows below MR and columns below n of `c` are readable (contract); lanes() ends at n.
+    unsafe {
+        if t.start == Start::Add {
+            for i in 0..MR {
+                for v in 0..NV {
+                    let c = t.c.add(i * t.c_row + column + v * S::LANES);
+                    sum[i][v] = if lanes(v) == S::LANES { s.load(c) } else { s.load_partial(c, lanes(v)) };
+                }
+            }
+        }
+    }
+
+    let mut a = t.a;
+    let mut b = t.b.wrapping_add(column / PANEL * t.b_panel + column % PANEL);
+    for _ in 0..t.k {
+        // SAFETY: step < k and row < MR of `a` are readable, and so are NV vectors of row `step` of `b`, which begin
+        // below n (contract). A block begins at a panel, or lies inside one if NV vectors are less than a panel.
+        unsafe {
+            let mut row = [s.zero(); NV];
+            for v in 0..NV {
+                row[v] = s.load(b.add(v / per_panel * t.b_panel + v % per_panel * S::LANES));
+            }
+            for i in 0..MR {
+                let factor = s.splat(*a.add(i * t.a_row));
+                for v in 0..NV {
+                    sum[i][v] = s.fma(factor, row[v], sum[i][v]);
+                }
+            }
+        }
+        a = a.wrapping_add(t.a_k);
+        b = b.wrapping_add(t.b_k);
+    }
+
+    for i in 0..MR {
+        for v in 0..NV {
+            // SAFETY: as for the loads of `c` above.
+            unsafe {
+                let c = t.c.add(i * t.c_row + column + v * S::LANES);
+                if lanes(v) == S::LANES {
+                    s.store(c, sum[i][v]);
+                } else {
+                    s.store_partial(c, sum[i][v], lanes(v));
+                }
+            }
+        }
+    }
+}
