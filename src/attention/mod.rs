@@ -137,6 +137,14 @@ fn attended<T: Element>(
         weights: weights.as_mut().map(|weights| weights.view_mut()),
     };
     run(problem, options, outputs, &mut Workspace::new())?;
+    if let Some(weights) = &mut weights {
+        // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
+        for (mut row, lse) in weights.rows_mut().into_iter().zip(&lse) {
+            if lse.is_nan() {
+                row.fill(*lse);
+            }
+        }
+    }
     Ok(Attended { context, lse, weights })
 }
 
