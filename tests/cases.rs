@@ -6,7 +6,7 @@
 mod common;
 
 use common::cases::{Case, Fault, Op, Want};
-use common::{Answer, Call, Keep, PATHS, Precision, ways};
+use common::{Answer, Call, PATHS, Precision, ways};
 use multihead::ndarray::{ArrayD, Dimension};
 use std::collections::HashSet;
 use std::fs;
@@ -42,23 +42,21 @@ impl Tally {
     }
 
     fn call(&mut self, file: &str, call: &impl Call, wants: &[Want]) -> Result<(), Fault> {
-        for (path, precision) in ways() {
-            let mut compared = HashSet::new();
-            for keep in [Keep::Weights, Keep::Nothing] {
-                let answer = call.run_in(precision, path, keep).map_err(|e| format!("{path:?}: {e}"))?;
-                for want in wants.iter().filter(|want| !want.is_left_out()) {
-                    let Some(got) = named(&answer, &want.name)? else { continue };
-                    let what = format!("{file}:{}", want.name);
-                    match ratio(&got, want, precision) {
-                        Ok(ratio) if ratio > self.worst.0 || self.worst.1.is_empty() => self.worst = (ratio, what),
-                        Ok(_) => {}
-                        Err(fault) => self.faults.push(format!("{what} {path:?} {precision:?} {keep:?}: {fault}")),
-                    }
-                    compared.insert(&want.name);
+        let mut compared = HashSet::new();
+        for way in ways() {
+            let answer = call.answer(way).map_err(|e| format!("{way}: {e}"))?;
+            for want in wants.iter().filter(|want| !want.is_left_out()) {
+                let Some(got) = named(&answer, &want.name)? else { continue };
+                let what = format!("{file}:{}", want.name);
+                match ratio(&got, want, way.precision) {
+                    Ok(ratio) if ratio > self.worst.0 || self.worst.1.is_empty() => self.worst = (ratio, what),
+                    Ok(_) => {}
+                    Err(fault) => self.faults.push(format!("{what} {way}: {fault}")),
                 }
+                compared.insert((&want.name, way.path, way.precision));
             }
-            self.answers += compared.len();
         }
+        self.answers += compared.len();
         Ok(())
     }
 }
@@ -95,7 +93,6 @@ fn ratio(got: &ArrayD<f64>, want: &Want, precision: Precision) -> Result<f64, Fa
     Ok(worst)
 }
 
-/// Runs a folder and prints its line.
 fn run(folder: &Path) -> Tally {
     let mut tally = Tally::default();
     let mut files: Vec<_> = match fs::read_dir(folder) {
@@ -116,22 +113,21 @@ fn run(folder: &Path) -> Tally {
     if tally.answers == 0 {
         tally.faults.push(format!("{}: nothing was compared", folder.display()));
     }
-    let paths = PATHS.map(|path| format!("{path:?}")).join(",");
-    let (ratio, worst) = &tally.worst;
-    println!(
-        "cases: {} files, {} answers compared on paths {paths}, worst ratio to tolerance {ratio:.3} in {worst}, folder {}",
-        tally.files,
-        tally.answers,
-        folder.display()
-    );
-    if !tally.left_out.is_empty() {
-        println!("left out: {}", tally.left_out.join(", "));
-    }
     tally
 }
 
+/// Runs a folder and says in one line what was compared.
 fn check(folder: &Path) {
-    let faults = run(folder).faults;
+    let Tally { files, answers, worst: (ratio, worst), left_out, faults } = run(folder);
+    let paths = PATHS.map(|path| format!("{path:?}")).join(",");
+    let folder = folder.display();
+    println!(
+        "cases: {files} files, {answers} answers compared on paths {paths}, \
+         worst ratio to tolerance {ratio:.3} in {worst}, folder {folder}"
+    );
+    if !left_out.is_empty() {
+        println!("left out: {}", left_out.join(", "));
+    }
     assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
 }
 
@@ -187,7 +183,7 @@ mod runner {
         assert_eq!(fault(&[], Some("want.entropy")), "unknown answer entropy");
         assert_eq!(fault(&[], Some("want.d_segments")), "unknown answer d_segments");
         assert_eq!(fault(&[], Some("keep")), "keep: ShapeError/IncompatibleShape: incompatible shapes");
-        assert_eq!(fault(&[("tolerance", r#"{"out": 1}"#)], None), "no tolerance for weights");
+        assert_eq!(fault(&[("tolerance", r#"{"out": 1}"#)], None), "no tolerance for d_k");
         assert!(Tally::default().file("noise", &[7; 40]).is_err());
     }
 
@@ -196,8 +192,8 @@ mod runner {
         let mut tally = Tally::default();
         let scaled = altered(&[("config", r#"{"scale": 0.3535}"#)], None);
         tally.file("plain", &scaled).unwrap();
-        assert!(tally.faults.iter().any(|fault| fault.starts_with("plain:out Reference F64 Weights")));
-        assert!(tally.faults.iter().any(|fault| fault.starts_with("plain:lse Dense F32 Nothing")));
+        assert!(tally.faults.iter().any(|fault| fault.starts_with("plain:out Reference F64 with weights:")));
+        assert!(tally.faults.iter().any(|fault| fault.starts_with("plain:lse Dense F32:")));
     }
 
     #[test]

@@ -4,7 +4,9 @@
 //! JSON objects with the largest absolute error of each answer; `note` is for people.
 //! Tensors: the inputs by name, and the answers as `want.NAME`. Whatever is unknown is an error, never passed over.
 
-use multihead::ndarray::{Array, Array1, Array3, Array4, ArrayD, Axis, Dimension, Ix1, Ix2, Ix3, Ix4, IxDyn, concatenate};
+use multihead::ndarray::{
+    Array, Array1, Array3, Array4, ArrayD, Axis, Dimension, Ix1, Ix2, Ix3, Ix4, IxDyn, concatenate,
+};
 use multihead::{HeadMap, Mask, Weights};
 use safetensors::tensor::{Dtype, SafeTensors};
 use serde_json::{Map, Value};
@@ -25,11 +27,9 @@ const METADATA: [&str; 5] = ["op", "config", "tolerance", "tolerance_f64", "note
 const CONFIG: [&str; 5] = ["causal", "window", "scale", "softcap", "kv_of_head"];
 const LAYER_CONFIG: [&str; 8] =
     ["d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias", "rope", "alibi"];
-const CORE_INPUTS: [&str; 10] =
-    ["q", "k", "v", "keep", "bias", "kv_lengths", "sinks", "past_k", "past_v", "d_out"];
-const LAYER_INPUTS: [&str; 14] = [
-    "query", "key", "value", "w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "keep", "kv_lengths", "d_out",
-];
+const CORE_INPUTS: [&str; 10] = ["q", "k", "v", "keep", "bias", "kv_lengths", "sinks", "past_k", "past_v", "d_out"];
+const LAYER_INPUTS: [&str; 14] =
+    ["query", "key", "value", "w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "keep", "kv_lengths", "d_out"];
 const ANSWERS: [&str; 3] = ["out", "lse", "weights"];
 
 /// Which call a case makes.
@@ -87,7 +87,8 @@ impl Case {
         let tolerances = [object("tolerance")?, object("tolerance_f64")?];
         let (mut inputs, mut wants) = (BTreeMap::new(), Vec::new());
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
-        for (name, tensor) in tensors.tensors() {
+        let tensors: BTreeMap<_, _> = tensors.tensors().into_iter().collect();
+        for (name, tensor) in tensors {
             let values = decode(tensor.dtype(), tensor.shape(), tensor.data()).map_err(|e| format!("{name}: {e}"))?;
             let Some(answer) = name.strip_prefix("want.") else {
                 known("tensor", [&name], &[input_names])?;
@@ -109,7 +110,9 @@ impl Case {
 
     /// The left-out part of the crate that the case needs, if any.
     pub(crate) fn left_out(&self) -> Option<&'static str> {
-        LEFT_OUT_CONFIG.into_iter().find(|key| !matches!(self.config.get(*key), None | Some(Value::Null | Value::Bool(false))))
+        LEFT_OUT_CONFIG
+            .into_iter()
+            .find(|key| !matches!(self.config.get(*key), None | Some(Value::Null | Value::Bool(false))))
     }
 
     /// The call of a case of [`Op::Attention`]. What a cache would hold stands before the new keys and values.

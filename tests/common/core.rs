@@ -1,10 +1,10 @@
 //! A call of the functional core.
 
 use multihead::ndarray::{Array, Array1, Array2, Array4, ArrayD, Axis, Dimension};
-use multihead::{Element, HeadMap, Mask, Options, Path, Result, attention};
+use multihead::{Element, HeadMap, Mask, Options, Result, Workspace, attention};
 
 use super::layout::Layout;
-use super::{Answer, Call, Keep, typed, widened};
+use super::{Answer, Call, Way, typed, widened};
 
 /// Scaled dot-product attention with all its options, in `f64`.
 #[derive(Debug, Clone)]
@@ -95,19 +95,11 @@ impl Core {
     }
 
     /// Builds the arguments and hands them to `f`.
-    fn with<T: Element, R>(
-        &self,
-        path: Path,
-        f: impl FnOnce([Array4<T>; 3], Options<'_, T>) -> Result<R>,
-    ) -> Result<R> {
-        let stored = [
-            self.layouts[0].store(&self.q),
-            self.layouts[1].store(&self.k),
-            self.layouts[2].store(&self.v),
-        ];
+    fn with<T: Element, R>(&self, way: Way, f: impl FnOnce([Array4<T>; 3], Options<'_, T>) -> Result<R>) -> Result<R> {
+        let stored = [self.layouts[0].store(&self.q), self.layouts[1].store(&self.k), self.layouts[2].store(&self.v)];
         let bias = self.bias.as_ref().map(|bias| typed(bias));
         let sinks = self.sinks.as_ref().map(|sinks| typed(sinks));
-        let mut options = Options::new().mask(&self.mask).path(path);
+        let mut options = way.choose(Options::new().mask(&self.mask));
         if let Some(bias) = &bias {
             options = options.bias(bias)?;
         }
@@ -128,9 +120,8 @@ impl Core {
 }
 
 impl Call for Core {
-    fn run<T: Element>(&self, path: Path, keep: Keep) -> Result<Answer> {
-        self.with::<T, _>(path, |[q, k, v], options| {
-            let options = if keep == Keep::Weights { options.weights() } else { options };
+    fn run<T: Element>(&self, way: Way) -> Result<Answer> {
+        self.with::<T, _>(way, |[q, k, v], options| {
             let [lq, lk, lv, _] = self.layouts;
             let attended = attention::forward(&lq.view(&q), &lk.view(&k), &lv.view(&v), &options)?;
             Ok(Answer {
@@ -141,12 +132,13 @@ impl Call for Core {
         })
     }
 
-    fn run_into<T: Element>(&self, path: Path) -> Result<ArrayD<f64>> {
-        self.with::<T, _>(path, |[q, k, v], options| {
+    fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>> {
+        self.with::<T, _>(way, |[q, k, v], options| {
             let [lq, lk, lv, lo] = self.layouts;
             let (batch, num_heads, q_len, _) = self.q.dim();
             let mut storage = lo.storage::<T>((batch, num_heads, q_len, self.v.dim().3));
-            attention::forward_into(&lq.view(&q), &lk.view(&k), &lv.view(&v), &options, &mut lo.view_mut(&mut storage))?;
+            let (q, k, v) = (lq.view(&q), lk.view(&k), lv.view(&v));
+            attention::forward_into(&q, &k, &v, &options, &mut lo.view_mut(&mut storage), &mut Workspace::new())?;
             Ok(widened(&lo.view(&storage)).into_dyn())
         })
     }

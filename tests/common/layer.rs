@@ -1,9 +1,9 @@
 //! A call of the layer.
 
 use multihead::ndarray::{Array, Array2, Array3, ArrayD, Dimension};
-use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Path, Result, Weights};
+use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Weights};
 
-use super::{Answer, Call, Keep, typed, widened};
+use super::{Answer, Call, Way, typed, widened};
 
 /// A layer and its inputs, in `f64`.
 #[derive(Debug, Clone)]
@@ -96,12 +96,12 @@ impl Layer {
     /// Builds the layer and its arguments and hands them to `f`.
     fn with<T: Element, R>(
         &self,
-        path: Path,
+        way: Way,
         f: impl FnOnce(&MultiHeadAttention<T>, &Inputs<'_, T>, Options<'_, T>) -> Result<R>,
     ) -> Result<R> {
         let query = typed(&self.query);
         let inputs = Inputs::new(&query);
-        let options = Options::new().mask(&self.mask).path(path);
+        let options = way.choose(Options::new().mask(&self.mask));
         let mha = self.build()?;
         match &self.key_value {
             None => f(&mha, &inputs, options),
@@ -115,9 +115,8 @@ fn optional<T: Element, D: Dimension>(array: &Option<Array<f64, D>>) -> Option<A
 }
 
 impl Call for Layer {
-    fn run<T: Element>(&self, path: Path, keep: Keep) -> Result<Answer> {
-        self.with::<T, _>(path, |mha, inputs, options| {
-            let options = if keep == Keep::Weights { options.weights() } else { options };
+    fn run<T: Element>(&self, way: Way) -> Result<Answer> {
+        self.with::<T, _>(way, |mha, inputs, options| {
             let attended = mha.attend(inputs, &options)?;
             Ok(Answer {
                 out: widened(&attended.output).into_dyn(),
@@ -127,8 +126,8 @@ impl Call for Layer {
         })
     }
 
-    fn run_into<T: Element>(&self, path: Path) -> Result<ArrayD<f64>> {
-        self.with::<T, _>(path, |mha, inputs, options| {
+    fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>> {
+        self.with::<T, _>(way, |mha, inputs, options| {
             let mut output = Array3::from_elem(self.query.dim(), T::nan());
             mha.attend_into(inputs, &options, &mut output)?;
             Ok(widened(&output).into_dyn())

@@ -10,14 +10,19 @@ pub(crate) mod layout;
 pub(crate) mod masks;
 
 use multihead::ndarray::{Array, Array3, Array4, ArrayD, ArrayRef, Dimension, IntoDimension};
-use multihead::{Element, Path, Result};
+use multihead::{Element, Level, Options, Path, Result};
 use std::fmt;
 
 /// Every implementation that a call can name.
-pub(crate) const PATHS: [Path; 3] = [Path::Reference, Path::Dense, Path::Auto];
+pub(crate) const PATHS: [Path; 4] = [Path::Reference, Path::Dense, Path::Tiled, Path::Auto];
+
+/// Whether the path can return the weights.
+pub(crate) fn gives_weights(path: Path) -> bool {
+    path != Path::Tiled
+}
 
 /// The type that a call is computed in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Precision {
     F32,
     F64,
@@ -30,6 +35,74 @@ pub(crate) enum Keep {
     Nothing,
 }
 
+/// How a call is computed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Way {
+    pub(crate) precision: Precision,
+    pub(crate) path: Path,
+    pub(crate) level: Option<Level>,
+    pub(crate) query_tile: Option<usize>,
+    pub(crate) keep: Keep,
+}
+
+impl Way {
+    pub(crate) const ORACLE: Self = Self::new(Precision::F64, Path::Reference, Keep::Weights);
+
+    pub(crate) const fn new(precision: Precision, path: Path, keep: Keep) -> Self {
+        Self { precision, path, level: None, query_tile: None, keep }
+    }
+
+    /// These options, computed this way.
+    pub(crate) fn choose<'a, T: Element>(self, options: Options<'a, T>) -> Options<'a, T> {
+        let mut options = options.path(self.path);
+        if let Some(level) = self.level {
+            options = options.level(level);
+        }
+        if let Some(query_tile) = self.query_tile {
+            options = options.query_tile(query_tile);
+        }
+        if self.keep == Keep::Weights { options.weights() } else { options }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} {:?}", self.path, self.precision)?;
+        if let Some(level) = self.level {
+            write!(f, " {level}")?;
+        }
+        if let Some(query_tile) = self.query_tile {
+            write!(f, " query_tile {query_tile}")?;
+        }
+        if self.keep == Keep::Weights { f.write_str(" with weights") } else { Ok(()) }
+    }
+}
+
+/// Every way to compute a call: paths, types, with and without weights; the tiled path with every instruction set of
+/// this CPU and several tiles.
+pub(crate) fn ways() -> Vec<Way> {
+    let mut ways = Vec::new();
+    for path in PATHS {
+        for precision in [Precision::F32, Precision::F64] {
+            ways.push(Way::new(precision, path, Keep::Nothing));
+            if gives_weights(path) {
+                ways.push(Way::new(precision, path, Keep::Weights));
+            }
+            if path == Path::Tiled {
+                let levels = Level::available().iter();
+                ways.extend(levels.flat_map(|&level| {
+                    [1, 5].map(|tile| Way {
+                        level: Some(level),
+                        query_tile: Some(tile),
+                        ..Way::new(precision, path, Keep::Nothing)
+                    })
+                }));
+            }
+        }
+    }
+    ways
+}
+
 /// What a call returned, in `f64`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Answer {
@@ -39,62 +112,54 @@ pub(crate) struct Answer {
     pub(crate) weights: Option<Array4<f64>>,
 }
 
-/// A call that can be made in both types and on every path.
+/// A call that can be computed in every way.
 pub(crate) trait Call {
-    fn run<T: Element>(&self, path: Path, keep: Keep) -> Result<Answer>;
+    fn run<T: Element>(&self, way: Way) -> Result<Answer>;
 
     /// The `_into` variant, into an array that held NaN before.
-    fn run_into<T: Element>(&self, path: Path) -> Result<ArrayD<f64>>;
+    fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>>;
 
-    fn run_in(&self, precision: Precision, path: Path, keep: Keep) -> Result<Answer> {
-        match precision {
-            Precision::F32 => self.run::<f32>(path, keep),
-            Precision::F64 => self.run::<f64>(path, keep),
+    fn answer(&self, way: Way) -> Result<Answer> {
+        match way.precision {
+            Precision::F32 => self.run::<f32>(way),
+            Precision::F64 => self.run::<f64>(way),
         }
     }
 
-    fn run_into_in(&self, precision: Precision, path: Path) -> Result<ArrayD<f64>> {
-        match precision {
-            Precision::F32 => self.run_into::<f32>(path),
-            Precision::F64 => self.run_into::<f64>(path),
+    fn out_into(&self, way: Way) -> Result<ArrayD<f64>> {
+        match way.precision {
+            Precision::F32 => self.run_into::<f32>(way),
+            Precision::F64 => self.run_into::<f64>(way),
         }
     }
 
-    /// Checks the answer on every path, in both types, with and without weights. `_into` must give the same bits.
+    /// Checks the answer in every way. `_into` must give the same bits.
     fn everywhere(&self, check: impl Fn(&Run)) {
-        for (path, precision) in ways() {
-            for keep in [Keep::Weights, Keep::Nothing] {
-                let answer = self.run_in(precision, path, keep).unwrap_or_else(|e| panic!("{path:?} {precision:?}: {e}"));
-                assert_eq!(answer.weights.is_some(), keep == Keep::Weights, "{path:?} {precision:?}");
-                check(&Run { path, precision, keep, answer });
+        for way in ways() {
+            let answer = self.answer(way).unwrap_or_else(|e| panic!("{way}: {e}"));
+            assert_eq!(answer.weights.is_some(), way.keep == Keep::Weights, "{way}");
+            if way.keep == Keep::Nothing {
+                let into = self.out_into(way).unwrap_or_else(|e| panic!("{way} into: {e}"));
+                assert_bits(&format!("{way} into"), &into, &answer.out);
             }
-            let plain = self.run_in(precision, path, Keep::Nothing).map(|answer| answer.out);
-            let into = self.run_into_in(precision, path);
-            let (plain, into) = (plain.expect("ran above"), into.unwrap_or_else(|e| panic!("{path:?}: {e}")));
-            assert_bits(&format!("{path:?} {precision:?} into"), &into, &plain);
+            check(&Run { way, answer });
         }
     }
 
     /// The answer of the plain loops in `f64`.
     fn oracle(&self) -> Answer {
-        self.run::<f64>(Path::Reference, Keep::Weights).unwrap_or_else(|e| panic!("reference: {e}"))
+        self.answer(Way::ORACLE).unwrap_or_else(|e| panic!("reference: {e}"))
     }
 
-    /// Checks that the call is refused everywhere with this text.
+    /// Checks that the call is refused in every way with this text.
     fn refused(&self, text: &str) {
-        for (path, precision) in ways() {
-            for keep in [Keep::Weights, Keep::Nothing] {
-                let error = self.run_in(precision, path, keep).expect_err(text);
-                assert_eq!(error.to_string(), text, "{path:?} {precision:?} {keep:?}");
+        for way in ways() {
+            assert_eq!(self.answer(way).expect_err(text).to_string(), text, "{way}");
+            if way.keep == Keep::Nothing {
+                assert_eq!(self.out_into(way).expect_err(text).to_string(), text, "{way} into");
             }
-            assert_eq!(self.run_into_in(precision, path).expect_err(text).to_string(), text, "{path:?} into");
         }
     }
-}
-
-/// Every path in every type.
-pub(crate) fn ways() -> impl Iterator<Item = (Path, Precision)> {
-    PATHS.into_iter().flat_map(|path| [Precision::F32, Precision::F64].map(|precision| (path, precision)))
 }
 
 /// How far an answer may lie from the right one, relative plus absolute, in f32 and in f64.
@@ -111,21 +176,13 @@ pub(crate) const PRINTED: Within = Within(1e-5, 1e-7);
 /// One answer and how it was computed.
 #[derive(Debug)]
 pub(crate) struct Run {
-    pub(crate) path: Path,
-    pub(crate) precision: Precision,
-    pub(crate) keep: Keep,
+    pub(crate) way: Way,
     pub(crate) answer: Answer,
-}
-
-impl fmt::Display for Run {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} {:?} keeping {:?}", self.path, self.precision, self.keep)
-    }
 }
 
 impl Run {
     pub(crate) fn tolerance(&self, within: Within) -> f64 {
-        match self.precision {
+        match self.way.precision {
             Precision::F32 => within.0,
             Precision::F64 => within.1,
         }
@@ -153,7 +210,7 @@ impl Run {
     /// All answers against those of another call.
     #[track_caller]
     pub(crate) fn agrees(&self, want: &Answer, within: Within) {
-        assert_eq!(self.answer.out.shape(), want.out.shape(), "{self}");
+        assert_eq!(self.answer.out.shape(), want.out.shape(), "{}", self.way);
         self.compare("out", self.answer.out.iter(), &flat(&want.out), within);
         self.compare("lse", self.answer.lse.iter(), &flat(&want.lse), within);
         if let (Some(got), Some(want)) = (&self.answer.weights, &want.weights) {
@@ -163,11 +220,12 @@ impl Run {
 
     #[track_caller]
     fn compare<'a>(&self, name: &str, got: impl Iterator<Item = &'a f64>, want: &[f64], within: Within) {
+        let way = self.way;
         let got: Vec<f64> = got.copied().collect();
-        assert_eq!(got.len(), want.len(), "{self}: {name} {got:?}");
+        assert_eq!(got.len(), want.len(), "{way}: {name} {got:?}");
         for (index, (&got, &want)) in got.iter().zip(want).enumerate() {
             let fits = is_near(got, want, self.tolerance(within));
-            assert!(fits, "{self}: {name}[{index}] is {got:e}, not {want:e}");
+            assert!(fits, "{way}: {name}[{index}] is {got:e}, not {want:e}");
         }
     }
 }
@@ -203,7 +261,7 @@ pub(crate) fn typed<T: Element, D: Dimension>(array: &ArrayRef<f64, D>) -> Array
 
 /// The same numbers in `f64`.
 pub(crate) fn widened<T: Element, D: Dimension>(array: &ArrayRef<T, D>) -> Array<f64, D> {
-    array.mapv(Element::to_f64)
+    array.mapv(Element::into_f64)
 }
 
 /// A stream of numbers in [-0.5, 0.5) that `f32` holds exactly, the same on every machine.
