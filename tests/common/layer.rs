@@ -1,7 +1,7 @@
 //! A call of the layer.
 
 use multihead::ndarray::{Array, Array2, Array3, ArrayD, Dimension};
-use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Weights};
+use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Weights, Workspace};
 
 use super::{Answer, Call, Way, typed, widened};
 
