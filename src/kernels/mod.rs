@@ -23,10 +23,12 @@
 #![allow(clippy::needless_range_loop)]
 
 mod exp;
+mod gemm;
 mod level;
 mod pack;
 mod portable;
 mod real;
+mod scratch;
 mod simd;
 mod softmax;
 mod step;
@@ -41,8 +43,10 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use gemm::Linear;
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
+pub(crate) use scratch::aligned;
 pub(crate) use step::{Finite, Group, KeyTile, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Start};
