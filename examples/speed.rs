@@ -16,7 +16,7 @@ use std::error::Error;
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-use multihead::ndarray::{Array, Array1, Array2, Array4, Dimension, IntoDimension, Ix2, Ix3, Ix4};
+use multihead::ndarray::{Array, Array2, Array4, Dimension, IntoDimension, Ix2, Ix3, Ix4};
 use multihead::{
     Element, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Weights, Workspace, attention, inspect::Peak,
 };

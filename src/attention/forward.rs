@@ -18,10 +18,10 @@ use std::ops::Range;
 
 use super::problem::{Head, Problem};
 use super::schedule::Schedule;
-use super::workspace::{Scratch, Workspace, any, filled};
+use super::workspace::{Scratch, Workspace};
 use super::{Options, Outputs};
 use crate::element::Element;
-use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, Level, MAX_ROWS, PANEL, Scoring};
+use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, Level, MAX_ROWS, PANEL, Scoring, aligned};
 use crate::mask::HeadMask;
 use crate::parallel;
 use ndarray::{Axis, s};
@@ -99,15 +99,18 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         }
         let dims = self.problem.dims;
         let width = dims.value_dim.next_multiple_of(PANEL);
-        let queries = any(&mut scratch.queries, self.rows * dims.head_dim);
+        let queries = aligned(&mut scratch.queries, self.rows * dims.head_dim);
         self.pack_queries(queries);
-        let context = filled(&mut scratch.context, self.rows * width, T::zero());
-        let maxima = filled(&mut scratch.maxima, self.rows, T::neg_infinity());
-        let sums = filled(&mut scratch.sums, self.rows * PANEL, T::zero());
-        let keys = any(&mut scratch.keys, KEYS * dims.head_dim);
-        let values = any(&mut scratch.values, KEYS * width);
-        let scores = any(&mut scratch.scores, MAX_ROWS * KEYS);
-        let bias = any(&mut scratch.bias, if self.problem.has_bias() { MAX_ROWS * KEYS } else { 0 });
+        let context = aligned(&mut scratch.context, self.rows * width);
+        context.fill(T::zero());
+        let maxima = aligned(&mut scratch.maxima, self.rows);
+        maxima.fill(T::neg_infinity());
+        let sums = aligned(&mut scratch.sums, self.rows * PANEL);
+        sums.fill(T::zero());
+        let keys = aligned(&mut scratch.keys, KEYS * dims.head_dim);
+        let values = aligned(&mut scratch.values, KEYS * width);
+        let scores = aligned(&mut scratch.scores, MAX_ROWS * KEYS);
+        let bias = aligned(&mut scratch.bias, if self.problem.has_bias() { MAX_ROWS * KEYS } else { 0 });
 
         let Head { k, v, .. } = self.problem.head(self.block.entry(), self.row(0).0);
         let last = self.block.positions().end - 1;
