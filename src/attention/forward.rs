@@ -16,6 +16,7 @@
 
 use std::ops::Range;
 
+use super::bias::Bias;
 use super::problem::{Head, Problem};
 use super::schedule::Schedule;
 use super::workspace::{Scratch, Workspace};
@@ -97,7 +98,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         if self.rows == 0 {
             return;
         }
-        let dims = self.problem.dims;
+        let Problem { dims, rules, .. } = self.problem;
         let width = dims.value_dim.next_multiple_of(PANEL);
         let queries = aligned(&mut scratch.queries, self.rows * dims.head_dim);
         self.pack_queries(queries);
@@ -110,7 +111,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         let keys = aligned(&mut scratch.keys, KEYS * dims.head_dim);
         let values = aligned(&mut scratch.values, KEYS * width);
         let scores = aligned(&mut scratch.scores, MAX_ROWS * KEYS);
-        let bias = aligned(&mut scratch.bias, if self.problem.has_bias() { MAX_ROWS * KEYS } else { 0 });
+        let bias = aligned(&mut scratch.bias, if rules.bias.is_some() { MAX_ROWS * KEYS } else { 0 });
 
         let Head { k, v, .. } = self.problem.head(self.block.entry(), self.row(0).0);
         let last = self.block.positions().end - 1;
@@ -128,8 +129,8 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
                         false => Finite::NotAll,
                     }
                 });
-                if self.problem.has_bias() {
-                    self.pack_bias(rows.clone(), range.clone(), bias);
+                if let Some(from) = &rules.bias {
+                    self.pack_bias(from, rows.clone(), range.clone(), bias);
                 }
                 let mut group = Group {
                     rows: rows.len(),
@@ -145,8 +146,8 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
                 let tile = KeyTile { keys, values, width, finite, panels: sight.panels };
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
-                    bias: self.problem.has_bias().then_some(&*bias),
-                    softcap: self.problem.rules.softcap,
+                    bias: rules.bias.is_some().then_some(&*bias),
+                    softcap: rules.softcap,
                 };
                 self.kernels.attend(&mut group, &tile, &scoring);
             }
@@ -174,11 +175,11 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
     }
 
     /// `[rows][64]`, zeros beyond the keys.
-    fn pack_bias(&self, rows: Range<usize>, keys: Range<usize>, bias: &mut [T]) {
-        for (row, bias) in rows.zip(bias.chunks_exact_mut(KEYS)) {
+    fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
+        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
-            let (visible, beyond) = bias.split_at_mut(keys.len());
-            self.problem.head(self.block.entry(), head).copy_bias(i, keys.start, visible);
+            let (visible, beyond) = to.split_at_mut(keys.len());
+            from.copy([self.block.entry(), head, i], keys.start, visible);
             beyond.fill(T::zero());
         }
     }
