@@ -15,6 +15,7 @@
 //! | `values.rs` | probabilities times values that are not finite |
 //! | `table.rs` | the kernels of a level, compiled with its instructions |
 //! | `step.rs` | one group of queries meets one tile of keys: scores, softmax, values |
+//! | `scratch.rs` | working memory that begins at a cache line |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
 //! | `deal.rs` | disjoint rows of one output for many threads |
 
@@ -22,6 +23,7 @@
 // Loops over registers read best with the index of the row and of the vector.
 #![allow(clippy::needless_range_loop)]
 
+mod deal;
 mod exp;
 mod gemm;
 mod level;
@@ -43,6 +45,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use deal::{Cut, Deal, Item, SharedRows};
 pub(crate) use gemm::Linear;
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
