@@ -8,6 +8,7 @@ use super::bias::Bias;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
+use crate::kernels::Level;
 use crate::mask::{BoundMask, HeadMask, Mask};
 
 /// The lengths of one call.
@@ -40,6 +41,7 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) heads: Cow<'a, HeadMap>,
     pub(crate) scale: T,
     pub(crate) softcap: Option<T>,
+    pub(crate) level: Level,
     mask: BoundMask<'a>,
     pub(crate) bias: Option<Bias<'a, T>>,
     sinks: Option<ArrayView1<'a, T>>,
@@ -63,6 +65,7 @@ impl<'a, T: Element> Rules<'a, T> {
                 None => T::from_f64((dims.head_dim.max(1) as f64).sqrt().recip()),
             },
             softcap: options.softcap.map(check_softcap).transpose()?,
+            level: options.level.map_or_else(|| Ok(Level::best()), check_level)?,
             mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
             bias: options.bias.as_ref().map(|bias| Bias::new(bias.view(), dims.scores())).transpose()?,
             sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
@@ -162,6 +165,14 @@ pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {
     let expected = "a finite number above 0";
     let value: T = finite("softcap", expected, softcap)?;
     if value > T::zero() { Ok(value) } else { Err(Error::value("softcap", expected, softcap)) }
+}
+
+fn check_level(level: Level) -> Result<Level> {
+    if level.is_available() {
+        return Ok(level);
+    }
+    let available: Vec<String> = Level::available().iter().map(Level::to_string).collect();
+    Err(Error::Level { available: available.join(", "), got: level.to_string() })
 }
 
 /// The number in the type of the call; one that only `f64` can hold is refused.
