@@ -22,7 +22,7 @@ use super::schedule::Schedule;
 use super::workspace::{Scratch, Workspace};
 use super::{Options, Outputs};
 use crate::element::Element;
-use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, Level, MAX_ROWS, PANEL, Scoring, aligned};
+use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring, aligned};
 use crate::mask::HeadMask;
 use crate::parallel;
 use ndarray::{Axis, s};
@@ -36,7 +36,7 @@ pub(super) fn forward<T: Element>(
 ) {
     let dims = &problem.dims;
     let heads = &*problem.rules.heads;
-    let kernels = T::kernels(options.level.unwrap_or_else(Level::best));
+    let kernels = T::kernels(problem.rules.level);
     let group = (0..dims.num_kv_heads).map(|kv_head| heads.group_size(kv_head)).max().unwrap_or(0);
     let schedule = Schedule::new(dims, group, options.query_tile);
     let lse = outputs.lse.insert_axis(Axis(3));
