@@ -6,10 +6,34 @@ use std::fmt::{Debug, Display};
 
 use crate::error::{Error, Result};
 
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for f64 {}
+pub(crate) mod sealed {
+    /// What the crate knows of a number type and nobody else needs to.
+    pub trait Sealed: Sized {
+        /// Its name in a safetensors header.
+        #[cfg(feature = "safetensors")]
+        const DTYPE: safetensors::Dtype;
+        /// The numbers of a little-endian byte string, wherever it lies in memory; a rest is ignored.
+        #[cfg(feature = "safetensors")]
+        fn read_le(bytes: &[u8]) -> Vec<Self>;
+    }
+
+    impl Sealed for f32 {
+        #[cfg(feature = "safetensors")]
+        const DTYPE: safetensors::Dtype = safetensors::Dtype::F32;
+        #[cfg(feature = "safetensors")]
+        fn read_le(bytes: &[u8]) -> Vec<Self> {
+            bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
+        }
+    }
+
+    impl Sealed for f64 {
+        #[cfg(feature = "safetensors")]
+        const DTYPE: safetensors::Dtype = safetensors::Dtype::F64;
+        #[cfg(feature = "safetensors")]
+        fn read_le(bytes: &[u8]) -> Vec<Self> {
+            bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
+        }
+    }
 }
 
 /// A number type of the crate: `f32` or `f64`. Sealed, because every kernel is tested for both and for nothing else.

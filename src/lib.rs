@@ -4,6 +4,8 @@ pub mod attention;
 mod element;
 mod error;
 mod heads;
+#[cfg(feature = "safetensors")]
+pub mod io;
 #[allow(dead_code, unused_imports)]
 mod kernels;
 mod linear;
