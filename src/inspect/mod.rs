@@ -1,0 +1,5 @@
+//! Looking into layers: what they cost.
+
+mod flops;
+
+pub use flops::Flops;
