@@ -7,7 +7,7 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use multihead::ndarray::Array3;
-use multihead::{Mask, MultiHeadAttention};
+use multihead::{Mask, MultiHeadAttention, Workspace};
 use std::hint::black_box;
 
 struct Layer {
@@ -39,10 +39,12 @@ fn forward(criterion: &mut Criterion) {
         let mha = MultiHeadAttention::<f32>::builder(d_model, num_heads).num_kv_heads(num_kv_heads).build().unwrap();
         // Numbers of about unit size, no two rows alike.
         let x = Array3::from_shape_fn((batch, len, d_model), |(b, i, c)| ((7 * b + 3 * i + c) as f32 * 0.37).sin());
-        let mut y = x.clone();
+        let (mut y, mut workspace) = (x.clone(), Workspace::new());
         let flops = mha.config().flops_masked(batch, len, len, &mask).unwrap().total();
         group.throughput(Throughput::Elements(flops));
-        group.bench_function(name, |bencher| bencher.iter(|| mha.forward_into(black_box(&x), &mask, &mut y).unwrap()));
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| mha.forward_into(black_box(&x), &mask, &mut y, &mut workspace).unwrap())
+        });
     }
     group.finish();
 }

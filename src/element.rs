@@ -6,34 +6,39 @@ use std::fmt::{Debug, Display};
 
 use crate::error::{Error, Result};
 
-pub(crate) mod sealed {
-    /// What the crate knows of a number type and nobody else needs to.
-    pub trait Sealed: Sized {
-        /// Its name in a safetensors header.
-        #[cfg(feature = "safetensors")]
-        const DTYPE: safetensors::Dtype;
-        /// The numbers of a little-endian byte string, wherever it lies in memory; a rest is ignored.
-        #[cfg(feature = "safetensors")]
-        fn read_le(bytes: &[u8]) -> Vec<Self>;
-    }
+/// How a number type stands in a file.
+pub(crate) trait Stored: Sized {
+    /// Its name in a safetensors header.
+    #[cfg(feature = "safetensors")]
+    const DTYPE: safetensors::Dtype;
+    /// The numbers of a little-endian byte string, wherever it lies in memory; a rest is ignored.
+    #[cfg(feature = "safetensors")]
+    fn read_le(bytes: &[u8]) -> Vec<Self>;
+}
 
-    impl Sealed for f32 {
-        #[cfg(feature = "safetensors")]
-        const DTYPE: safetensors::Dtype = safetensors::Dtype::F32;
-        #[cfg(feature = "safetensors")]
-        fn read_le(bytes: &[u8]) -> Vec<Self> {
-            bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
-        }
+impl Stored for f32 {
+    #[cfg(feature = "safetensors")]
+    const DTYPE: safetensors::Dtype = safetensors::Dtype::F32;
+    #[cfg(feature = "safetensors")]
+    fn read_le(bytes: &[u8]) -> Vec<Self> {
+        bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
     }
+}
 
-    impl Sealed for f64 {
-        #[cfg(feature = "safetensors")]
-        const DTYPE: safetensors::Dtype = safetensors::Dtype::F64;
-        #[cfg(feature = "safetensors")]
-        fn read_le(bytes: &[u8]) -> Vec<Self> {
-            bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
-        }
+impl Stored for f64 {
+    #[cfg(feature = "safetensors")]
+    const DTYPE: safetensors::Dtype = safetensors::Dtype::F64;
+    #[cfg(feature = "safetensors")]
+    fn read_le(bytes: &[u8]) -> Vec<Self> {
+        bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
     }
+}
+
+mod sealed {
+    #[expect(private_bounds, reason = "the kernels and the files of a type are nobody else's business")]
+    pub trait Sealed: crate::kernels::Real + super::Stored {}
+    impl Sealed for f32 {}
+    impl Sealed for f64 {}
 }
 
 /// A number type of the crate: `f32` or `f64`. Sealed, because every kernel is tested for both and for nothing else.
@@ -43,14 +48,14 @@ pub trait Element:
     /// The nearest value of this type.
     fn from_f64(x: f64) -> Self;
     /// The same value in `f64`, exactly.
-    fn to_f64(self) -> f64;
+    fn into_f64(self) -> f64;
 }
 
 impl Element for f32 {
     fn from_f64(x: f64) -> Self {
         x as f32
     }
-    fn to_f64(self) -> f64 {
+    fn into_f64(self) -> f64 {
         f64::from(self)
     }
 }
@@ -59,7 +64,7 @@ impl Element for f64 {
     fn from_f64(x: f64) -> Self {
         x
     }
-    fn to_f64(self) -> f64 {
+    fn into_f64(self) -> f64 {
         self
     }
 }
@@ -70,6 +75,16 @@ pub(crate) fn zeros<T: Element, D: Dimension>(
     argument: &'static str,
     axes: &'static str,
     shape: impl IntoDimension<Dim = D>,
+) -> Result<Array<T, D>> {
+    reused(argument, axes, shape, Vec::new())
+}
+
+/// As [`zeros`], in the memory of `data` where it is enough; numbers that it held stay where they were.
+pub(crate) fn reused<T: Element, D: Dimension>(
+    argument: &'static str,
+    axes: &'static str,
+    shape: impl IntoDimension<Dim = D>,
+    mut data: Vec<T>,
 ) -> Result<Array<T, D>> {
     let dim = shape.into_dimension();
     let too_large = || Error::TooLarge { argument, axes, got: dim.slice().to_vec() };
@@ -82,8 +97,7 @@ pub(crate) fn zeros<T: Element, D: Dimension>(
         .filter(|&n| n <= limit)
         .ok_or_else(too_large)?;
     let len = dim.size();
-    let mut data = Vec::new();
-    data.try_reserve_exact(len).map_err(|_| too_large())?;
+    data.try_reserve_exact(len.saturating_sub(data.len())).map_err(|_| too_large())?;
     data.resize(len, T::zero());
     Array::from_shape_vec(dim.clone(), data).map_err(|_| too_large())
 }

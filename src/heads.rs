@@ -74,6 +74,22 @@ impl HeadMap {
         }
     }
 
+    /// How many query heads read `kv_head`.
+    pub(crate) fn group_size(&self, kv_head: usize) -> usize {
+        match &self.map {
+            Map::Grouped { group_size } => *group_size,
+            Map::Explicit { .. } => self.query_heads(kv_head).count(),
+        }
+    }
+
+    /// The query head at `index < group_size` among those that read `kv_head`.
+    pub(crate) fn query_head(&self, kv_head: usize, index: usize) -> usize {
+        match &self.map {
+            Map::Grouped { group_size } => kv_head * group_size + index,
+            Map::Explicit { .. } => self.query_heads(kv_head).nth(index).unwrap_or(0),
+        }
+    }
+
     /// The query heads that read `kv_head`, in ascending order.
     pub fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> + Clone + '_ {
         let range = match &self.map {

@@ -4,7 +4,7 @@ pub mod attention;
 mod element;
 mod error;
 mod heads;
-mod inspect;
+pub mod inspect;
 #[cfg(feature = "safetensors")]
 pub mod io;
 #[allow(dead_code, unused_imports)]
@@ -14,11 +14,10 @@ mod mask;
 mod mha;
 mod parallel;
 
-pub use attention::{Attended, Options, Path};
+pub use attention::{Attended, Options, Path, Workspace};
 pub use element::Element;
 pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;
-pub use inspect::Flops;
 pub use kernels::{Level, UnknownLevel};
 pub use mask::{BoundMask, Mask, Visibility};
 pub use mha::{Builder, Config, Init, Inputs, LayerOutput, MultiHeadAttention, Projection, Sequence, Weights};

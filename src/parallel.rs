@@ -11,6 +11,27 @@ use crate::error::Result;
 #[cfg(feature = "rayon")]
 const SMALL_FLOP: f64 = 2e6;
 
+/// How many workers a call of so much work and so many items is worth.
+pub(crate) fn workers(flop: f64, items: usize) -> usize {
+    #[cfg(feature = "rayon")]
+    if flop > SMALL_FLOP {
+        return rayon::current_num_threads().min(items).max(1);
+    }
+    let _ = (flop, items);
+    1
+}
+
+/// Runs `f` once for each worker, in parallel where there are several. Workers take items until there are none left.
+pub(crate) fn for_each_worker<S: Send>(workers: &mut [S], f: impl Fn(&mut S) + Send + Sync) {
+    #[cfg(feature = "rayon")]
+    if workers.len() > 1 {
+        use rayon::prelude::*;
+        workers.par_iter_mut().with_max_len(1).for_each(f);
+        return;
+    }
+    workers.iter_mut().for_each(f);
+}
+
 /// Runs `f` over all items; the first error by order of time is returned.
 pub(crate) fn try_for_each<I: Send>(items: Vec<I>, flop: f64, f: impl Fn(I) -> Result<()> + Send + Sync) -> Result<()> {
     #[cfg(feature = "rayon")]

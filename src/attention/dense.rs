@@ -39,10 +39,7 @@ struct Item<'a, T> {
 pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_, T>) -> Result<()> {
     let dims = &problem.dims;
     let block_rows = (BLOCK_SCORES / dims.kv_len.max(1)).clamp(1, dims.q_len.max(1));
-    let flop = [dims.batch, dims.num_heads, dims.q_len, dims.kv_len, dims.head_dim + dims.value_dim]
-        .iter()
-        .fold(2.0, |product, &n| product * n as f64);
-    parallel::try_for_each(items(problem, outputs, block_rows), flop, |item| {
+    parallel::try_for_each(items(problem, outputs, block_rows), dims.flop(), |item| {
         let mut scores = zeros("scores", "[rows, kv_len]", (block_rows, dims.kv_len))?;
         for part in item.parts {
             let rows = part.lse.len();
@@ -149,6 +146,10 @@ fn softmax_row<T: Element>(problem: &Problem<'_, T>, head: &Head<'_, T>, i: usiz
     for (j, _) in head.visible(i) {
         row[j] = (row[j] - maximum).exp();
         total += row[j];
+    }
+    // w = exp(s - lse), so a row that sees a NaN has no weight that is a number, hidden pairs included.
+    if total.is_nan() {
+        row.fill(total);
     }
     for (j, _) in head.visible(i) {
         row[j] /= total;

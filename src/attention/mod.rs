@@ -18,14 +18,21 @@
 //! | path | file | what it is |
 //! | --- | --- | --- |
 //! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
+//! | [`Path::Tiled`] | `forward.rs` | tiles of keys with online softmax, no scores in memory |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 
+mod bias;
 mod dense;
+mod forward;
 mod options;
 mod problem;
 mod reference;
+mod schedule;
+mod workspace;
 
 pub use options::{Options, Path};
+pub(crate) use workspace::LayerBuffers;
+pub use workspace::Workspace;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
@@ -90,37 +97,9 @@ pub fn forward<T: Element>(
     options: &Options<'_, T>,
 ) -> Result<Attended<T>> {
     let problem = Problem::new(q, k, v, options)?;
-    let [batch, heads, q_len, _] = problem.dims.scores();
-    let shape = (batch, heads, q_len, problem.dims.value_dim);
-    attended(&problem, options, zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?)
-}
-
-/// [`forward`] with the context stored as `[batch, q_len, num_heads, value_dim]`, so that a layer merges the heads
-/// by layout and not by copying. The view that is returned has the usual axes.
-pub(crate) fn forward_token_major<T: Element>(
-    q: &ArrayRef4<T>,
-    k: &ArrayRef4<T>,
-    v: &ArrayRef4<T>,
-    options: &Options<'_, T>,
-) -> Result<Attended<T>> {
-    let problem = Problem::new(q, k, v, options)?;
-    let [batch, heads, q_len, _] = problem.dims.scores();
-    let shape = (batch, q_len, heads, problem.dims.value_dim);
-    let context = zeros("context", "[batch, q_len, num_heads, value_dim]", shape)?;
-    attended(&problem, options, context.permuted_axes([0, 2, 1, 3]))
-}
-
-/// Checks what [`forward`] would check of the options, before there are queries, keys and values.
-pub(crate) fn check<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
-    Rules::new(dims, options).map(drop)
-}
-
-fn attended<T: Element>(
-    problem: &Problem<'_, T>,
-    options: &Options<'_, T>,
-    mut context: Array4<T>,
-) -> Result<Attended<T>> {
     let [batch, heads, q_len, kv_len] = problem.dims.scores();
+    let shape = (batch, heads, q_len, problem.dims.value_dim);
+    let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?;
     let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
     let mut weights = match options.keeps_weights() {
         true => Some(zeros("weights", "[batch, num_heads, q_len, kv_len]", (batch, heads, q_len, kv_len))?),
@@ -131,18 +110,24 @@ fn attended<T: Element>(
         lse: lse.view_mut(),
         weights: weights.as_mut().map(|weights| weights.view_mut()),
     };
-    run(problem, options.path, outputs)?;
+    run(&problem, options, outputs, &mut Workspace::new())?;
     Ok(Attended { context, lse, weights })
+}
+
+/// Checks what [`forward`] would check of the options, before there are queries, keys and values.
+pub(crate) fn check<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
+    Rules::new(dims, options).map(drop)
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
 /// held before does not matter.
 ///
 /// ```
-/// use multihead::{attention, ndarray::Array4, Options};
+/// use multihead::{attention, ndarray::Array4, Options, Workspace};
 /// let q = Array4::<f32>::ones((1, 4, 3, 8));
 /// let mut context = Array4::zeros((1, 4, 3, 8));
-/// attention::forward_into(&q, &q, &q, &Options::new(), &mut context)?;
+/// let mut workspace = Workspace::new();
+/// attention::forward_into(&q, &q, &q, &Options::new(), &mut context, &mut workspace)?;
 /// assert_eq!(context, q);
 /// # Ok::<(), multihead::Error>(())
 /// ```
@@ -155,28 +140,51 @@ pub fn forward_into<T: Element>(
     v: &ArrayRef4<T>,
     options: &Options<'_, T>,
     context: &mut ArrayRef4<T>,
+    workspace: &mut Workspace<T>,
 ) -> Result<()> {
     let problem = Problem::new(q, k, v, options)?;
     let [batch, heads, q_len, _] = problem.dims.scores();
     let expected = [Some(batch), Some(heads), Some(q_len), Some(problem.dims.value_dim)];
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
-    let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
-    run(&problem, options.path, Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None })
+    let mut lse = workspace.take_lse((batch, heads, q_len))?;
+    let outputs = Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None };
+    let done = run(&problem, options, outputs, workspace);
+    workspace.keep_lse(lse);
+    done
+}
+
+/// [`forward`] into arrays that a layer laid out.
+pub(crate) fn forward_to<T: Element>(
+    [q, k, v]: [&ArrayRef4<T>; 3],
+    options: &Options<'_, T>,
+    outputs: Outputs<'_, T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    run(&Problem::new(q, k, v, options)?, options, outputs, workspace)
 }
 
 /// The arrays that a path fills, each element of them.
 pub(crate) struct Outputs<'a, T> {
     /// `[batch, num_heads, q_len, value_dim]`
-    context: ArrayViewMut4<'a, T>,
+    pub(crate) context: ArrayViewMut4<'a, T>,
     /// `[batch, num_heads, q_len]`
-    lse: ArrayViewMut3<'a, T>,
+    pub(crate) lse: ArrayViewMut3<'a, T>,
     /// `[batch, num_heads, q_len, kv_len]`
-    weights: Option<ArrayViewMut4<'a, T>>,
+    pub(crate) weights: Option<ArrayViewMut4<'a, T>>,
 }
 
-fn run<T: Element>(problem: &Problem<'_, T>, path: Path, outputs: Outputs<'_, T>) -> Result<()> {
-    match path {
+fn run<T: Element>(
+    problem: &Problem<'_, T>,
+    options: &Options<'_, T>,
+    outputs: Outputs<'_, T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    match options.chosen_path()? {
         Path::Reference => reference::forward(problem, outputs),
-        Path::Auto | Path::Dense => dense::forward(problem, outputs),
+        Path::Dense => dense::forward(problem, outputs),
+        Path::Auto | Path::Tiled => {
+            forward::forward(problem, options, outputs, workspace);
+            Ok(())
+        }
     }
 }

@@ -3,8 +3,9 @@
 use ndarray::{Array1, ArrayRef, ArrayRef1, ArrayView1, ArrayView4, Dimension};
 
 use crate::element::Element;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::heads::HeadMap;
+use crate::kernels::Level;
 use crate::mask::{Mask, rank_2_or_4};
 use crate::mha::Config;
 
@@ -19,6 +20,8 @@ pub enum Path {
     Reference,
     /// Product, row softmax, product.
     Dense,
+    /// Tiles with online softmax; memory linear in the length. Gives no weights.
+    Tiled,
 }
 
 /// The options of one call; everything is off until it is named.
@@ -38,6 +41,8 @@ pub struct Options<'a, T> {
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
     pub(crate) path: Path,
+    pub(crate) level: Option<Level>,
+    pub(crate) query_tile: Option<usize>,
     keep_weights: bool,
 }
 
@@ -51,6 +56,8 @@ impl<T> Default for Options<'_, T> {
             scale: None,
             softcap: None,
             path: Path::Auto,
+            level: None,
+            query_tile: None,
             keep_weights: false,
         }
     }
@@ -121,6 +128,19 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
+    /// The instruction set of the tiled path; [`Level::best`] unless given.
+    pub fn level(mut self, level: Level) -> Self {
+        self.level = Some(level);
+        self
+    }
+
+    /// Query positions of a work item of the tiled path, for measuring. It moves time and scratch, and no bit of the
+    /// result.
+    pub fn query_tile(mut self, query_tile: usize) -> Self {
+        self.query_tile = Some(query_tile);
+        self
+    }
+
     /// What the call asks for (mask, bias, path, weights) under the rules of a layer.
     pub(crate) fn with_layer<'b>(&'b self, config: &'b Config, sinks: Option<&'b Array1<T>>) -> Options<'b, T> {
         Options {
@@ -131,7 +151,22 @@ impl<'a, T: Element> Options<'a, T> {
             scale: config.scale,
             softcap: config.softcap,
             path: self.path,
+            level: self.level,
+            query_tile: self.query_tile,
             keep_weights: self.keep_weights,
+        }
+    }
+
+    /// The path that runs.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if weights are asked of a path that has none.
+    pub(crate) fn chosen_path(&self) -> Result<Path> {
+        match (self.path, self.keep_weights) {
+            (Path::Tiled, true) => Err(Error::value("path", "Dense, Reference or Auto with weights", "Tiled")),
+            (Path::Auto, true) => Ok(Path::Dense),
+            (Path::Auto, false) => Ok(Path::Tiled),
+            (path, _) => Ok(path),
         }
     }
 

@@ -4,6 +4,7 @@ use ndarray::{ArrayRef4, ArrayView1, ArrayView2, ArrayView4, s};
 use std::borrow::Cow;
 
 use super::Options;
+use super::bias::Bias;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
@@ -26,6 +27,12 @@ impl Dims {
     pub(crate) fn scores(&self) -> [usize; 4] {
         [self.batch, self.num_heads, self.q_len, self.kv_len]
     }
+
+    /// The work of all pairs, as far as it decides on threads.
+    pub(crate) fn flop(&self) -> f64 {
+        let pairs = self.scores().iter().fold(1.0, |product, &n| product * n as f64);
+        2.0 * pairs * (self.head_dim as f64 + self.value_dim as f64)
+    }
 }
 
 /// What the options come to for given lengths.
@@ -34,8 +41,7 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) scale: T,
     pub(crate) softcap: Option<T>,
     mask: BoundMask<'a>,
-    /// `[batch, num_heads, q_len, kv_len]`, any axis may have length 1.
-    bias: Option<ArrayView4<'a, T>>,
+    pub(crate) bias: Option<Bias<'a, T>>,
     sinks: Option<ArrayView1<'a, T>>,
 }
 
@@ -58,7 +64,7 @@ impl<'a, T: Element> Rules<'a, T> {
             },
             softcap: options.softcap.map(check_softcap).transpose()?,
             mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
-            bias: options.bias.as_ref().map(|bias| check_bias(bias.view(), dims.scores())).transpose()?,
+            bias: options.bias.as_ref().map(|bias| Bias::new(bias.view(), dims.scores())).transpose()?,
             sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
         })
     }
@@ -97,19 +103,26 @@ impl<'a, T: Element> Problem<'a, T> {
         Ok(Self { dims, q: q.view(), k: k.view(), v: v.view(), rules: Rules::new(dims, options)? })
     }
 
+    /// The rules of a batch entry, for head 0.
+    pub(crate) fn mask(&self, entry: usize) -> HeadMask<'a> {
+        self.rules.mask.head(entry, 0)
+    }
+
+    pub(crate) fn sink(&self, head: usize) -> Option<T> {
+        self.rules.sinks.as_ref().map(|sinks| sinks[head])
+    }
+
     /// Everything that belongs to one query head of one batch entry.
-    pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'_, T> {
+    pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'a, T> {
         let kv_head = self.rules.heads.kv_head(head);
         Head {
-            q: self.q.slice(s![entry, head, .., ..]),
-            k: self.k.slice(s![entry, kv_head, .., ..]),
-            v: self.v.slice(s![entry, kv_head, .., ..]),
+            q: self.q.slice_move(s![entry, head, .., ..]),
+            k: self.k.slice_move(s![entry, kv_head, .., ..]),
+            v: self.v.slice_move(s![entry, kv_head, .., ..]),
             mask: self.rules.mask.head(entry, head),
-            bias: self.rules.bias.as_ref().map(|bias| {
-                let at = |axis: usize, index: usize| if bias.shape()[axis] == 1 { 0 } else { index };
-                bias.slice(s![at(0, entry), at(1, head), .., ..])
-            }),
-            sink: self.rules.sinks.as_ref().map(|sinks| sinks[head]),
+            bias: self.rules.bias,
+            at: [entry, head],
+            sink: self.sink(head),
         }
     }
 }
@@ -124,8 +137,9 @@ pub(crate) struct Head<'a, T> {
     /// `[kv_len, value_dim]`
     pub(crate) v: ArrayView2<'a, T>,
     pub(crate) mask: HeadMask<'a>,
-    /// `[q_len, kv_len]`, any axis may have length 1.
-    bias: Option<ArrayView2<'a, T>>,
+    bias: Option<Bias<'a, T>>,
+    /// Batch entry and query head.
+    at: [usize; 2],
     pub(crate) sink: Option<T>,
 }
 
@@ -133,10 +147,8 @@ impl<T: Element> Head<'_, T> {
     /// The keys that query i sees, in ascending order, with what the bias adds to each; mask and bias can hide a pair.
     pub(crate) fn visible(&self, i: usize) -> impl Iterator<Item = (usize, T)> + '_ {
         self.mask.runs(i).flatten().filter_map(move |j| {
-            let bias = self.bias.map_or(T::zero(), |bias| {
-                let (rows, keys) = bias.dim();
-                bias[[i.min(rows - 1), j.min(keys - 1)]]
-            });
+            let [entry, head] = self.at;
+            let bias = self.bias.map_or(T::zero(), |bias| bias.get(entry, head, i, j));
             (bias != T::neg_infinity()).then_some((j, bias))
         })
     }
@@ -156,13 +168,6 @@ pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {
 fn finite<T: Element>(argument: &'static str, expected: &'static str, number: f64) -> Result<T> {
     let value = T::from_f64(number);
     if value.is_finite() { Ok(value) } else { Err(Error::value(argument, expected, number)) }
-}
-
-fn check_bias<T>(bias: ArrayView4<'_, T>, dims: [usize; 4]) -> Result<ArrayView4<'_, T>> {
-    let fits = bias.shape().iter().zip(dims).all(|(&have, want)| have == 1 || have == want);
-    let axes = "[batch, num_heads, q_len, kv_len]";
-    let error = || Error::Shape { argument: "bias", axes, expected: dims.into(), got: bias.shape().to_vec() };
-    if fits { Ok(bias) } else { Err(error()) }
 }
 
 fn check_sinks<T>(sinks: ArrayView1<'_, T>, num_heads: usize) -> Result<ArrayView1<'_, T>> {

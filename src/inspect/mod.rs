@@ -1,5 +1,7 @@
-//! Looking into layers: what they cost.
+//! Numbers about attention: what a call costs, and what the machine could do.
 
 mod flops;
+mod peak;
 
 pub use flops::Flops;
+pub use peak::Peak;

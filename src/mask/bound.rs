@@ -96,6 +96,11 @@ impl<'a> BoundMask<'a> {
         pairs.saturating_mul(times)
     }
 
+    /// How many keys query i of batch entry `entry` and head `head` may attend to.
+    pub fn visible_keys(&self, entry: usize, head: usize, i: usize) -> usize {
+        self.head(entry, head).runs(i).map(|run| run.len()).sum()
+    }
+
     /// `[batch, num_heads, q_len, kv_len]`, `true` where a pair is visible.
     ///
     /// # Errors
@@ -148,7 +153,7 @@ pub(crate) struct HeadMask<'a> {
     interval: Interval,
 }
 
-impl HeadMask<'_> {
+impl<'a> HeadMask<'a> {
     /// The keys that query i may see; dense rules can hide more of them.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
         self.interval.keys(i)
@@ -184,6 +189,16 @@ impl HeadMask<'_> {
             let found = bits(self.word(i, word)) & Self::wanted(&keys, word);
             (found != 0).then(|| 64 * word + found.trailing_zeros() as usize)
         })
+    }
+
+    /// The same rules for another head of the batch entry.
+    pub(crate) fn of_head(self, head: usize) -> Self {
+        Self { head, ..self }
+    }
+
+    /// Whether there are rules beyond [`HeadMask::keys`].
+    pub(crate) fn is_dense(&self) -> bool {
+        !self.mask.dense.is_empty()
     }
 
     /// Whether query i may attend to key j.

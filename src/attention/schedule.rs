@@ -1,0 +1,69 @@
+//! How the work of the tiled path is cut, and when it is worth more than one thread.
+//!
+//! Cuts depend on shapes only. A row's result does not depend on the cut either: it meets the same keys in the same
+//! order whichever rows share its item.
+
+use super::problem::Dims;
+
+/// Query rows (positions times heads of the group) of an item at most: the keys and values of a tile are packed once
+/// for all of them, so packing costs 1 / (1 + rows / 8) of an item. Above 384 the gain is below the noise, and queries,
+/// context and tile (350 KiB for heads of 64) leave the second-level cache for heads of 256.
+const MOST_ROWS: usize = 384;
+
+/// Items at least, as long as they keep [`FEWEST_ROWS`]: dealt one by one, 16 of them leave 16 threads no more than an
+/// item apart.
+const FEWEST_ITEMS: usize = 16;
+
+/// Rows of an item at least where more items are wanted: packing costs below 8 %.
+const FEWEST_ROWS: usize = 96;
+
+/// The items of one call: (batch entry, KV head, block of query positions).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Schedule {
+    /// Query positions of an item.
+    pub(crate) query_tile: usize,
+    /// Blocks of query positions of a batch entry and KV head.
+    pub(crate) tiles: usize,
+}
+
+impl Schedule {
+    /// `group` is the largest number of query heads that share a KV head; `query_tile` is the caller's wish.
+    pub(crate) fn new(dims: &Dims, group: usize, query_tile: Option<usize>) -> Self {
+        let (q_len, group) = (dims.q_len.max(1), group.max(1));
+        let query_tile = query_tile.unwrap_or_else(|| {
+            let rows = q_len.saturating_mul(group);
+            let wanted = FEWEST_ITEMS.div_ceil(dims.batch.saturating_mul(dims.num_kv_heads).max(1));
+            let tiles = rows.div_ceil(MOST_ROWS).max(wanted.min(rows / FEWEST_ROWS)).max(1);
+            // Whole groups of six rows, the height of a register block, for one head to a group.
+            q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
+        });
+        let query_tile = query_tile.clamp(1, q_len);
+        Self { query_tile, tiles: dims.q_len.div_ceil(query_tile) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dims(batch: usize, num_heads: usize, num_kv_heads: usize, q_len: usize) -> Dims {
+        Dims { batch, num_heads, num_kv_heads, q_len, kv_len: q_len, head_dim: 64, value_dim: 64 }
+    }
+
+    #[test]
+    fn items_are_neither_few_nor_small() {
+        let tile = |d: Dims, group| Schedule::new(&d, group, None);
+        assert_eq!(tile(dims(1, 8, 8, 2048), 1), Schedule { query_tile: 342, tiles: 6 });
+        assert_eq!(tile(dims(1, 8, 8, 512), 1), Schedule { query_tile: 258, tiles: 2 });
+        assert_eq!(tile(dims(8, 12, 12, 128), 1), Schedule { query_tile: 128, tiles: 1 });
+        assert_eq!(tile(dims(1, 32, 1, 100), 32), Schedule { query_tile: 7, tiles: 15 });
+    }
+
+    #[test]
+    fn extremes_are_cut_too() {
+        assert_eq!(Schedule::new(&dims(1, 1, 1, 0), 1, None), Schedule { query_tile: 1, tiles: 0 });
+        assert_eq!(Schedule::new(&dims(1, 1, 1, 5), 1, Some(0)).tiles, 5);
+        assert_eq!(Schedule::new(&dims(1, 1, 1, 5), 1, Some(usize::MAX)).tiles, 1);
+        assert_eq!(Schedule::new(&dims(1, 1000, 1, 5), 1000, None).query_tile, 1);
+    }
+}

@@ -1,0 +1,145 @@
+//! A call of the functional core.
+
+use multihead::ndarray::{Array, Array1, Array2, Array4, ArrayD, Axis, Dimension};
+use multihead::{Element, HeadMap, Mask, Options, Result, Workspace, attention};
+
+use super::layout::Layout;
+use super::{Answer, Call, Way, typed, widened};
+
+/// Scaled dot-product attention with all its options, in `f64`.
+#[derive(Debug, Clone)]
+pub(crate) struct Core {
+    /// `[batch, num_heads, q_len, head_dim]`
+    pub(crate) q: Array4<f64>,
+    /// `[batch, num_kv_heads, kv_len, head_dim]`
+    pub(crate) k: Array4<f64>,
+    /// `[batch, num_kv_heads, kv_len, value_dim]`
+    pub(crate) v: Array4<f64>,
+    pub(crate) mask: Mask,
+    pub(crate) bias: Option<ArrayD<f64>>,
+    pub(crate) sinks: Option<Array1<f64>>,
+    pub(crate) heads: Option<HeadMap>,
+    pub(crate) scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    /// Of q, k, v and of the array that `forward_into` fills.
+    pub(crate) layouts: [Layout; 4],
+}
+
+impl Core {
+    pub(crate) fn new(q: Array4<f64>, k: Array4<f64>, v: Array4<f64>) -> Self {
+        Self {
+            q,
+            k,
+            v,
+            mask: Mask::none(),
+            bias: None,
+            sinks: None,
+            heads: None,
+            scale: None,
+            softcap: None,
+            layouts: [Layout::Standard; 4],
+        }
+    }
+
+    /// One head of one batch entry.
+    pub(crate) fn single(q: Array2<f64>, k: Array2<f64>, v: Array2<f64>) -> Self {
+        let lifted = |x: Array2<f64>| x.insert_axis(Axis(0)).insert_axis(Axis(0));
+        Self::new(lifted(q), lifted(k), lifted(v))
+    }
+
+    /// All scores 0, so that each output is the mean of the values that its query sees.
+    pub(crate) fn uniform(num_heads: usize, q_len: usize, v: Array4<f64>) -> Self {
+        let (batch, num_kv_heads, kv_len, _) = v.dim();
+        Self::new(Array4::zeros((batch, num_heads, q_len, 1)), Array4::zeros((batch, num_kv_heads, kv_len, 1)), v)
+    }
+
+    /// [`Core::uniform`] with one head and values of width 1.
+    pub(crate) fn means(q_len: usize, values: impl IntoIterator<Item = f64>) -> Self {
+        let v = Array1::from_iter(values);
+        Self::uniform(1, q_len, v.insert_axis(Axis(1)).insert_axis(Axis(0)).insert_axis(Axis(0)))
+    }
+
+    pub(crate) fn mask(mut self, mask: Mask) -> Self {
+        self.mask = mask;
+        self
+    }
+
+    pub(crate) fn bias<D: Dimension>(mut self, bias: Array<f64, D>) -> Self {
+        self.bias = Some(bias.into_dyn());
+        self
+    }
+
+    pub(crate) fn sinks(mut self, sinks: Array1<f64>) -> Self {
+        self.sinks = Some(sinks);
+        self
+    }
+
+    pub(crate) fn heads(mut self, heads: HeadMap) -> Self {
+        self.heads = Some(heads);
+        self
+    }
+
+    pub(crate) fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    pub(crate) fn softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    pub(crate) fn layouts(mut self, layouts: [Layout; 4]) -> Self {
+        self.layouts = layouts;
+        self
+    }
+
+    /// Builds the arguments and hands them to `f`.
+    fn with<T: Element, R>(&self, way: Way, f: impl FnOnce([Array4<T>; 3], Options<'_, T>) -> Result<R>) -> Result<R> {
+        let stored = [self.layouts[0].store(&self.q), self.layouts[1].store(&self.k), self.layouts[2].store(&self.v)];
+        let bias = self.bias.as_ref().map(|bias| typed(bias));
+        let sinks = self.sinks.as_ref().map(|sinks| typed(sinks));
+        let mut options = way.choose(Options::new().mask(&self.mask));
+        if let Some(bias) = &bias {
+            options = options.bias(bias)?;
+        }
+        if let Some(sinks) = &sinks {
+            options = options.sinks(sinks);
+        }
+        if let Some(heads) = &self.heads {
+            options = options.heads(heads);
+        }
+        if let Some(scale) = self.scale {
+            options = options.scale(scale);
+        }
+        if let Some(softcap) = self.softcap {
+            options = options.softcap(softcap);
+        }
+        f(stored, options)
+    }
+}
+
+impl Call for Core {
+    fn run<T: Element>(&self, way: Way) -> Result<Answer> {
+        self.with::<T, _>(way, |[q, k, v], options| {
+            let [lq, lk, lv, _] = self.layouts;
+            let attended = attention::forward(&lq.view(&q), &lk.view(&k), &lv.view(&v), &options)?;
+            Ok(Answer {
+                out: widened(&attended.context).into_dyn(),
+                lse: widened(&attended.lse),
+                weights: attended.weights.map(|weights| widened(&weights)),
+            })
+        })
+    }
+
+    fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>> {
+        self.with::<T, _>(way, |[q, k, v], options| {
+            let [lq, lk, lv, lo] = self.layouts;
+            let (batch, num_heads, q_len, _) = self.q.dim();
+            let mut storage = lo.storage::<T>((batch, num_heads, q_len, self.v.dim().3));
+            let (q, k, v) = (lq.view(&q), lk.view(&k), lv.view(&v));
+            attention::forward_into(&q, &k, &v, &options, &mut lo.view_mut(&mut storage), &mut Workspace::new())?;
+            Ok(widened(&lo.view(&storage)).into_dyn())
+        })
+    }
+}

@@ -1,0 +1,1 @@
+//! The rules of masks, written out pair by pair.
