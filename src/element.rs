@@ -6,9 +6,37 @@ use std::fmt::{Debug, Display};
 
 use crate::error::{Error, Result};
 
+/// How a number type stands in a file.
+pub(crate) trait Stored: Sized {
+    /// Its name in a safetensors header.
+    #[cfg(feature = "safetensors")]
+    const DTYPE: safetensors::Dtype;
+    /// The numbers of a little-endian byte string, wherever it lies in memory; a rest is ignored.
+    #[cfg(feature = "safetensors")]
+    fn read_le(bytes: &[u8]) -> Vec<Self>;
+}
+
+impl Stored for f32 {
+    #[cfg(feature = "safetensors")]
+    const DTYPE: safetensors::Dtype = safetensors::Dtype::F32;
+    #[cfg(feature = "safetensors")]
+    fn read_le(bytes: &[u8]) -> Vec<Self> {
+        bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
+    }
+}
+
+impl Stored for f64 {
+    #[cfg(feature = "safetensors")]
+    const DTYPE: safetensors::Dtype = safetensors::Dtype::F64;
+    #[cfg(feature = "safetensors")]
+    fn read_le(bytes: &[u8]) -> Vec<Self> {
+        bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
+    }
+}
+
 mod sealed {
-    #[expect(private_bounds, reason = "the kernels of a type are nobody else's business")]
-    pub trait Sealed: crate::kernels::Real {}
+    #[expect(private_bounds, reason = "the kernels and the files of a type are nobody else's business")]
+    pub trait Sealed: crate::kernels::Real + super::Stored {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }

@@ -1,10 +1,62 @@
 //! Exact multi-head attention on CPUs for [`ndarray`]: fast, linear in memory, the same bits for any number of threads.
+//!
+//! A [`MultiHeadAttention`] owns the projections W_Q, W_K, W_V and W_O as ndarray matrices, runs scaled dot-product
+//! attention for all heads in parallel and projects back. Grouped-query and multi-query attention are the same struct
+//! with fewer KV heads:
+//!
+//! ```
+//! use multihead::{ndarray::Array3, Mask, MultiHeadAttention};
+//!
+//! let mha = MultiHeadAttention::<f32>::builder(64, 8).num_kv_heads(2).build()?;
+//! let x = Array3::ones((2, 10, 64)); // [batch, len, d_model]
+//! let y = mha.forward(&x, &Mask::causal())?;
+//! assert_eq!(y.shape(), [2, 10, 64]);
+//! # Ok::<(), multihead::Error>(())
+//! ```
+//!
+//! # Where to look
+//!
+//! | you want | look at |
+//! | --- | --- |
+//! | a layer | [`MultiHeadAttention::builder`], or [`Builder::from_weights`] for weights that you have |
+//! | its output | [`MultiHeadAttention::forward`], [`MultiHeadAttention::forward_cross`] |
+//! | the weights of each head, a bias, other values than keys | [`MultiHeadAttention::attend`] with [`Inputs`] and [`Options`] |
+//! | attention of queries, keys and values, no layer | [`attention::forward`] |
+//! | who may attend to whom | [`Mask`]; [`BoundMask`] draws it |
+//! | which KV head a query head reads | [`HeadMap`] |
+//! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
+//! | what a call costs | [`Config::flops`] and [`inspect`] |
+#![cfg_attr(feature = "safetensors", doc = "| tensors from a file | [`io::Tensors`] |")]
+//!
+//! # The contract
+//!
+//! - **Formula.** `s = scale * q k^T`, soft cap, bias, mask, softmax (a sink adds to the denominator only), `context =
+//!   weights v`; in this order on every path. See [`attention`].
+//! - **Shapes.** Layers take `[batch, len, d_model]` or `[len, d_model]`, the core `[batch, heads, len, head_dim]`;
+//!   weights are `[in, out]`. Any strides are right, the standard layout is fast.
+//! - **Masks.** A mask says who *may* attend, and masks combine by `&`. Causal masks align the last query with the last
+//!   valid key, windows include both ends. See [`Mask`].
+//! - **Empty rows.** A query that sees no key has context 0, weights 0 and `lse = -inf` (its sink, if it has one).
+//! - **Hidden is hidden.** A pair that a mask hides contributes nothing, be it NaN or infinite; a visible NaN comes out.
+//! - **Groups.** Query head h reads KV head `h / group_size` unless a map says otherwise; K and V are never repeated.
+//! - **Determinism.** The same bits for any number of threads; instruction sets and paths agree within rounding.
+//! - **Memory.** No array of `q_len x kv_len` unless the weights are asked for. See [`Workspace`] for the bound.
+//! - **Threads.** The current rayon pool is used and none is created; small calls stay on their thread.
+//! - **Errors.** Every call that can be wrong returns a [`Result`] whose [`Error`] names the argument, what was expected
+//!   and what came; nothing has been written then. No input makes the crate panic.
+//!
+//! # Features
+//!
+//! - `rayon` (default): parallel heads, batch entries and query tiles.
+//! - `safetensors`: the module `io`, which reads tensors from the bytes of a file.
 
 pub mod attention;
 mod element;
 mod error;
 mod heads;
 pub mod inspect;
+#[cfg(feature = "safetensors")]
+pub mod io;
 #[allow(dead_code, unused_imports)]
 mod kernels;
 mod linear;
@@ -20,3 +72,8 @@ pub use kernels::{Level, UnknownLevel};
 pub use mask::{BoundMask, Mask, Visibility};
 pub use mha::{Builder, Config, Init, Inputs, LayerOutput, MultiHeadAttention, Projection, Sequence, Weights};
 pub use ndarray;
+
+/// The snippets of the README are tests.
+#[cfg(all(doctest, feature = "safetensors"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

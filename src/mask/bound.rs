@@ -74,6 +74,28 @@ impl<'a> BoundMask<'a> {
         self.head(entry, head).tile(rows, keys)
     }
 
+    /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
+    /// formula, dense rules row by row.
+    ///
+    /// ```
+    /// use multihead::Mask;
+    /// assert_eq!(Mask::causal().bind(2, 1, 4, 4)?.visible_pairs(), 2 * (1 + 2 + 3 + 4));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn visible_pairs(&self) -> u64 {
+        let [batch, heads, q_len, _] = self.dims;
+        let Mask { key_ranges, dense, .. } = self.mask;
+        if !dense.is_empty() {
+            let rules = (0..batch).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
+            return rules.map(|rules| rules.dense_pairs(q_len)).fold(0, u64::saturating_add);
+        }
+        // All heads see the same, and all entries do where no range tells them apart.
+        let entries = if key_ranges.is_empty() { batch.min(1) } else { batch };
+        let pairs = (0..entries).map(|entry| self.head(entry, 0).interval.pairs(q_len)).fold(0, u64::saturating_add);
+        let times = (heads as u64).saturating_mul((batch / entries.max(1)) as u64);
+        pairs.saturating_mul(times)
+    }
+
     /// How many keys query i of batch entry `entry` and head `head` may attend to.
     pub fn visible_keys(&self, entry: usize, head: usize, i: usize) -> usize {
         self.head(entry, head).runs(i).map(|run| run.len()).sum()
@@ -153,6 +175,12 @@ impl<'a> HeadMask<'a> {
             next = stop;
             Some(start..stop)
         })
+    }
+
+    /// The number of pairs that the first `q_len` queries see, counted row by row.
+    fn dense_pairs(&self, q_len: usize) -> u64 {
+        let row = |i| self.runs(i).map(|run| run.len() as u64).fold(0, u64::saturating_add);
+        (0..q_len).map(row).fold(0, u64::saturating_add)
     }
 
     /// The first key of `keys` whose bit is set once `bits` has been applied to its word.
@@ -237,6 +265,8 @@ mod tests {
     fn check(mask: &Mask, dims: [usize; 4]) {
         let bound = BoundMask::new(mask, dims).unwrap();
         let [batch, heads, q_len, kv_len] = dims;
+        let pairs = bound.to_array().unwrap().iter().filter(|&&seen| seen).count();
+        assert_eq!(bound.visible_pairs(), pairs as u64, "{mask}");
         for (entry, head) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
             let rules = bound.head(entry, head);
             for i in 0..q_len {

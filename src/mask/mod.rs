@@ -48,10 +48,18 @@ use crate::error::Result;
 ///
 /// ```
 /// use multihead::Mask;
-/// // A padded batch of two decoder inputs of 3 and 4 tokens.
-/// let mask = Mask::causal() & Mask::key_lengths(&[3, 4]);
-/// assert_eq!(mask.to_string(), "causal & key_lengths [3, 4]");
+/// // Two decoder inputs of 2 and 3 tokens, padded at the end to 3: token i stands at position i.
+/// let mask = Mask::causal_top_left() & Mask::key_lengths(&[2, 3]);
+/// assert_eq!(mask.to_string(), "causal_top_left & key_lengths [2, 3]");
+/// assert_eq!(
+///     mask.bind(2, 1, 3, 3)?.to_string(),
+///     "batch 0, head 0:\n1 0 0\n1 1 0\n1 1 0\nbatch 1, head 0:\n1 0 0\n1 1 0\n1 1 1\n",
+/// );
+/// # Ok::<(), multihead::Error>(())
 /// ```
+///
+/// The plain [`Mask::causal`] is for queries that are the *last* tokens of each entry's valid keys, as with a cache or
+/// with padding at the start. Queries padded at the end would be taken for these.
 #[doc(alias = "attn_mask")]
 #[doc(alias = "key_padding_mask")]
 #[derive(Clone, Default)]

@@ -170,6 +170,21 @@ impl Interval {
         // Both lie in 0..=kv_len or are equal, so they fit.
         start as usize..end as usize
     }
+
+    /// The number of pairs that the first `q_len` queries see, at most `u64::MAX`.
+    pub(crate) fn pairs(&self, q_len: usize) -> u64 {
+        let Self { start, end, lower, upper } = *self;
+        let upper = upper + 1;
+        // The count of query i is a line between the places where one of its two bounds starts or stops to move or
+        // where the bounds meet.
+        let seen = |i: i64| ((i + upper).min(end) - (i + lower).max(start)).max(0);
+        let q_len = position(q_len);
+        let mut cuts = [0, start - lower, start - upper, end - lower, end - upper, q_len].map(|i| i.clamp(0, q_len));
+        cuts.sort_unstable();
+        let lines = cuts.windows(2).filter(|cut| cut[0] < cut[1]);
+        let twice = lines.map(|cut| i128::from(seen(cut[0]) + seen(cut[1] - 1)) * i128::from(cut[1] - cut[0]));
+        u64::try_from(twice.sum::<i128>() / 2).unwrap_or(u64::MAX)
+    }
 }
 
 #[cfg(test)]
@@ -201,6 +216,22 @@ mod tests {
         let interval = Interval::new(&[Band::causal(Align::BottomRight)], &ranges, Align::BottomRight, 0, 2, 9);
         assert_eq!(interval.keys(0), 1..3);
         assert_eq!(interval.keys(1), 1..4);
+    }
+
+    #[test]
+    fn pairs_are_counted_by_formula() {
+        let sides = [-9, -4, -1, 0, 1, 2, 5, 8, FAR];
+        for (lower, upper) in sides.iter().flat_map(|&l| sides.iter().map(move |&u| (-l, u))) {
+            for (start, end) in [(0, 0), (0, 1), (0, 6), (2, 5), (7, 7)] {
+                let interval = Interval { start, end, lower, upper };
+                for q_len in 0..12 {
+                    let want: usize = (0..q_len).map(|i| interval.keys(i).len()).sum();
+                    assert_eq!(interval.pairs(q_len), want as u64, "{interval:?} {q_len}");
+                }
+            }
+        }
+        let all = Interval { start: 0, end: FAR, lower: -FAR, upper: FAR };
+        assert_eq!(all.pairs(usize::MAX), u64::MAX);
     }
 
     #[test]
