@@ -47,6 +47,16 @@ pub(crate) fn zeros<T: Element, D: Dimension>(
     axes: &'static str,
     shape: impl IntoDimension<Dim = D>,
 ) -> Result<Array<T, D>> {
+    reused(argument, axes, shape, Vec::new())
+}
+
+/// As [`zeros`], in the memory of `data` where it is enough; numbers that it held stay where they were.
+pub(crate) fn reused<T: Element, D: Dimension>(
+    argument: &'static str,
+    axes: &'static str,
+    shape: impl IntoDimension<Dim = D>,
+    mut data: Vec<T>,
+) -> Result<Array<T, D>> {
     let dim = shape.into_dimension();
     let too_large = || Error::TooLarge { argument, axes, got: dim.slice().to_vec() };
     // ndarray wants the product of the non-zero lengths to fit into isize, empty arrays included.
@@ -58,8 +68,7 @@ pub(crate) fn zeros<T: Element, D: Dimension>(
         .filter(|&n| n <= limit)
         .ok_or_else(too_large)?;
     let len = dim.size();
-    let mut data = Vec::new();
-    data.try_reserve_exact(len).map_err(|_| too_large())?;
+    data.try_reserve_exact(len.saturating_sub(data.len())).map_err(|_| too_large())?;
     data.resize(len, T::zero());
     Array::from_shape_vec(dim.clone(), data).map_err(|_| too_large())
 }

@@ -4,6 +4,7 @@ pub mod attention;
 mod element;
 mod error;
 mod heads;
+pub mod inspect;
 #[allow(dead_code, unused_imports)]
 mod kernels;
 mod linear;

@@ -226,7 +226,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
             total = total * shrink + (sink - reference).exp2();
             context.iter_mut().for_each(|c| *c *= shrink);
         }
-        context.iter_mut().for_each(|c| *c /= total);
+        self.kernels.divide(context, total);
         let lse = (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2);
         self.block.write(head, i, context, lse);
     }

@@ -30,6 +30,7 @@ mod schedule;
 mod workspace;
 
 pub use options::{Options, Path};
+pub(crate) use workspace::LayerBuffers;
 pub use workspace::Workspace;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
@@ -95,37 +96,9 @@ pub fn forward<T: Element>(
     options: &Options<'_, T>,
 ) -> Result<Attended<T>> {
     let problem = Problem::new(q, k, v, options)?;
-    let [batch, heads, q_len, _] = problem.dims.scores();
-    let shape = (batch, heads, q_len, problem.dims.value_dim);
-    attended(&problem, options, zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?)
-}
-
-/// [`forward`] with the context stored as `[batch, q_len, num_heads, value_dim]`, so that a layer merges the heads
-/// by layout and not by copying. The view that is returned has the usual axes.
-pub(crate) fn forward_token_major<T: Element>(
-    q: &ArrayRef4<T>,
-    k: &ArrayRef4<T>,
-    v: &ArrayRef4<T>,
-    options: &Options<'_, T>,
-) -> Result<Attended<T>> {
-    let problem = Problem::new(q, k, v, options)?;
-    let [batch, heads, q_len, _] = problem.dims.scores();
-    let shape = (batch, q_len, heads, problem.dims.value_dim);
-    let context = zeros("context", "[batch, q_len, num_heads, value_dim]", shape)?;
-    attended(&problem, options, context.permuted_axes([0, 2, 1, 3]))
-}
-
-/// Checks what [`forward`] would check of the options, before there are queries, keys and values.
-pub(crate) fn check<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
-    Rules::new(dims, options).map(drop)
-}
-
-fn attended<T: Element>(
-    problem: &Problem<'_, T>,
-    options: &Options<'_, T>,
-    mut context: Array4<T>,
-) -> Result<Attended<T>> {
     let [batch, heads, q_len, kv_len] = problem.dims.scores();
+    let shape = (batch, heads, q_len, problem.dims.value_dim);
+    let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?;
     let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
     let mut weights = match options.keeps_weights() {
         true => Some(zeros("weights", "[batch, num_heads, q_len, kv_len]", (batch, heads, q_len, kv_len))?),
@@ -136,16 +109,13 @@ fn attended<T: Element>(
         lse: lse.view_mut(),
         weights: weights.as_mut().map(|weights| weights.view_mut()),
     };
-    run(problem, options, outputs, &mut Workspace::new())?;
-    if let Some(weights) = &mut weights {
-        // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
-        for (mut row, lse) in weights.rows_mut().into_iter().zip(&lse) {
-            if lse.is_nan() {
-                row.fill(*lse);
-            }
-        }
-    }
+    run(&problem, options, outputs, &mut Workspace::new())?;
     Ok(Attended { context, lse, weights })
+}
+
+/// Checks what [`forward`] would check of the options, before there are queries, keys and values.
+pub(crate) fn check<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
+    Rules::new(dims, options).map(drop)
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
@@ -175,19 +145,31 @@ pub fn forward_into<T: Element>(
     let [batch, heads, q_len, _] = problem.dims.scores();
     let expected = [Some(batch), Some(heads), Some(q_len), Some(problem.dims.value_dim)];
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
-    let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
+    let mut lse = workspace.take_lse((batch, heads, q_len))?;
     let outputs = Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None };
-    run(&problem, options, outputs, workspace)
+    let done = run(&problem, options, outputs, workspace);
+    workspace.keep_lse(lse);
+    done
+}
+
+/// [`forward`] into arrays that a layer laid out.
+pub(crate) fn forward_to<T: Element>(
+    [q, k, v]: [&ArrayRef4<T>; 3],
+    options: &Options<'_, T>,
+    outputs: Outputs<'_, T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    run(&Problem::new(q, k, v, options)?, options, outputs, workspace)
 }
 
 /// The arrays that a path fills, each element of them.
 pub(crate) struct Outputs<'a, T> {
     /// `[batch, num_heads, q_len, value_dim]`
-    context: ArrayViewMut4<'a, T>,
+    pub(crate) context: ArrayViewMut4<'a, T>,
     /// `[batch, num_heads, q_len]`
-    lse: ArrayViewMut3<'a, T>,
+    pub(crate) lse: ArrayViewMut3<'a, T>,
     /// `[batch, num_heads, q_len, kv_len]`
-    weights: Option<ArrayViewMut4<'a, T>>,
+    pub(crate) weights: Option<ArrayViewMut4<'a, T>>,
 }
 
 fn run<T: Element>(
@@ -196,12 +178,20 @@ fn run<T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
+    let Outputs { context, mut lse, mut weights } = outputs;
+    let outputs = Outputs { context, lse: lse.view_mut(), weights: weights.as_mut().map(|weights| weights.view_mut()) };
     match options.chosen_path()? {
-        Path::Reference => reference::forward(problem, outputs),
-        Path::Dense => dense::forward(problem, outputs),
-        Path::Auto | Path::Tiled => {
-            forward::forward(problem, options, outputs, workspace);
-            Ok(())
+        Path::Reference => reference::forward(problem, outputs)?,
+        Path::Dense => dense::forward(problem, outputs)?,
+        Path::Auto | Path::Tiled => forward::forward(problem, options, outputs, workspace),
+    }
+    if let Some(weights) = &mut weights {
+        // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
+        for (mut row, lse) in weights.rows_mut().into_iter().zip(&lse) {
+            if lse.is_nan() {
+                row.fill(*lse);
+            }
         }
     }
+    Ok(())
 }

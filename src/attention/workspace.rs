@@ -1,6 +1,9 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
-use crate::element::Element;
+use ndarray::Array3;
+
+use crate::element::{Element, reused};
+use crate::error::Result;
 
 /// Scratch memory of attention; reuse one for calls of any shape.
 ///
@@ -24,12 +27,34 @@ use crate::element::Element;
 #[derive(Debug, Default)]
 pub struct Workspace<T> {
     workers: Vec<Scratch<T>>,
+    lse: Vec<T>,
+    /// What a layer keeps between its projections.
+    pub(crate) layer: LayerBuffers<T>,
+}
+
+/// Queries, keys, values and context of a layer, token by token.
+#[derive(Debug, Default)]
+pub(crate) struct LayerBuffers<T> {
+    pub(crate) q: Vec<T>,
+    pub(crate) k: Vec<T>,
+    pub(crate) v: Vec<T>,
+    pub(crate) context: Vec<T>,
 }
 
 impl<T: Element> Workspace<T> {
     /// An empty workspace.
     pub fn new() -> Self {
-        Self { workers: Vec::new() }
+        Self { workers: Vec::new(), lse: Vec::new(), layer: LayerBuffers::default() }
+    }
+
+    /// The lse of a call that does not return it, `[batch, num_heads, q_len]`, to be given back by
+    /// [`Workspace::keep_lse`].
+    pub(crate) fn take_lse(&mut self, shape: (usize, usize, usize)) -> Result<Array3<T>> {
+        reused("lse", "[batch, num_heads, q_len]", shape, std::mem::take(&mut self.lse))
+    }
+
+    pub(crate) fn keep_lse(&mut self, lse: Array3<T>) {
+        self.lse = lse.into_raw_vec_and_offset().0;
     }
 
     /// Scratch for `count` threads.

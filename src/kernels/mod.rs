@@ -15,6 +15,8 @@
 //! | `values.rs` | probabilities times values that are not finite |
 //! | `table.rs` | the kernels of a level, compiled with its instructions |
 //! | `step.rs` | one group of queries meets one tile of keys: scores, softmax, values |
+//! | `divide.rs` | the last step of a softmax row |
+//! | `peak.rs` | what the CPU can do at best |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
 //! | `deal.rs` | disjoint rows of one output for many threads |
 
@@ -23,15 +25,19 @@
 #![allow(clippy::needless_range_loop)]
 
 mod deal;
+mod divide;
 mod exp;
 mod level;
 mod pack;
+mod peak;
 mod portable;
 mod real;
 mod simd;
 mod softmax;
 mod step;
 mod table;
+#[cfg(test)]
+mod testing;
 mod tile;
 mod values;
 

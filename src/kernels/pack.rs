@@ -131,3 +131,99 @@ pub(crate) unsafe fn scaled<S: Simd>(s: S, a: &Pack<S::Elem>, factor: S::Elem) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::PANEL;
+    use crate::kernels::testing::{Numbers, at_every_level, nans, real};
+    use crate::kernels::{Kernels, Real};
+    use ndarray::{Array2, ArrayView2, s};
+
+    const ROWS: [usize; 8] = [0, 1, 15, 16, 17, 63, 64, 33];
+    const WIDTHS: [usize; 9] = [0, 1, 3, 15, 64, 80, 96, 128, 256];
+
+    /// Calls `check` with a matrix as rows, as columns, and as every second element of both axes backwards.
+    fn every_layout<T: Real>(rows: usize, columns: usize, mut check: impl FnMut(ArrayView2<'_, T>)) {
+        let mut numbers = Numbers::new((rows * 1000 + columns) as u64);
+        check(numbers.matrix(rows, columns).view());
+        check(numbers.matrix(columns, rows).t());
+        check(numbers.matrix(2 * rows, 2 * columns).slice(s![..;-2, ..;-2]));
+        check(numbers.matrix(2 * rows, columns + 5).slice(s![..;-2, 3..columns + 3]));
+    }
+
+    #[test]
+    fn panels_hold_rows_in_lanes_and_zeros_after_them() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for rows in ROWS {
+                for columns in WIDTHS {
+                    every_layout::<T>(rows, columns, |from| {
+                        let mut to = nans(rows.next_multiple_of(PANEL) * columns);
+                        kernels.pack_panels(from, &mut to);
+                        for (at, &x) in to.iter().enumerate() {
+                            let (panel, column, lane) = (at / (PANEL * columns), at / PANEL % columns, at % PANEL);
+                            let expected = from.get((panel * PANEL + lane, column)).copied().unwrap_or(T::zero());
+                            assert_eq!(x, expected, "{rows} x {columns} at {panel}, {column}, {lane}");
+                        }
+                    });
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn rows_are_padded_with_zeros_on_both_axes() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for rows in ROWS {
+                for columns in WIDTHS {
+                    every_layout::<T>(rows, columns, |from| {
+                        let width = columns.next_multiple_of(PANEL);
+                        let mut to = nans(rows.next_multiple_of(PANEL) * width);
+                        assert!(kernels.pack_rows(from, &mut to), "all is finite");
+                        for (at, &x) in to.iter().enumerate() {
+                            let expected = from.get((at / width, at % width)).copied().unwrap_or(T::zero());
+                            assert_eq!(x, expected, "{rows} x {columns} at {}, {}", at / width, at % width);
+                        }
+                    });
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn one_value_that_is_not_finite_is_noticed_wherever_it_is() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let (rows, columns) = (3, 35);
+            for bad in [T::nan(), -T::nan(), T::infinity(), T::neg_infinity()] {
+                for at in 0..rows * columns {
+                    let mut from = Array2::from_elem((rows, columns), T::max_value());
+                    from[(at / columns, at % columns)] = bad;
+                    let mut to = nans(PANEL * 48);
+                    assert!(!kernels.pack_rows(from.view(), &mut to));
+                    let mut to = nans(48 * PANEL);
+                    assert!(!kernels.pack_rows(from.t(), &mut to));
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn scaled_rows_are_contiguous() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let factor: T = real(0.3);
+            for rows in ROWS {
+                for columns in WIDTHS {
+                    every_layout::<T>(rows, columns, |from| {
+                        let mut to = nans(rows * columns + 1);
+                        kernels.pack_scaled(from, factor, &mut to);
+                        assert!(from.iter().zip(&to).all(|(&x, &y)| x * factor == y));
+                        assert!(to[rows * columns].is_nan(), "wrote beyond the rows");
+                    });
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+}

@@ -40,7 +40,7 @@ pub(crate) trait Simd: Copy {
     /// `a` where the mask is true, `b` elsewhere. The lane that is not taken has no influence, NaN included.
     fn select(self, mask: Self::Mask, a: Self::V, b: Self::V) -> Self::V;
 
-    /// `t - ⌊t⌋`; anything if `t` is infinite.
+    /// `t - ⌊t⌋`; zero from the overflow exponent on, anything for -inf.
     fn fraction(self, t: Self::V) -> Self::V;
     /// `p 2^⌊t⌋`: zero if `t` is below the exponent of the smallest normal number, infinite if it is above the
     /// largest; NaN if `t` or `p` is NaN (unless `p` is NaN because `t` is -inf, which gives zero).

@@ -15,7 +15,7 @@
 //! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
 
-use super::exp::{exp2, tanh};
+use super::exp::{exp2, exp2_together, tanh};
 use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
@@ -49,7 +49,7 @@ pub(crate) struct Softmax<T> {
 /// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`; a bias needs `visible`.
 #[inline(always)]
 pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
-    // SAFETY: the contract is handed on; `ALL` is set only if the range is 0..64.
+    // SAFETY: the contract is handed on; `ALL` is chosen only if the range is 0..64.
     unsafe {
         if a.softcap.is_some() || !a.bias.is_null() {
             for row in 0..a.rows {
@@ -57,10 +57,10 @@ pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
             }
         }
         match (a.visible.is_null(), a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, true>(s, a),
-            (true, false) => rows::<S, false, false>(s, a),
-            (false, true) => rows::<S, true, true>(s, a),
-            (false, false) => rows::<S, true, false>(s, a),
+            (true, true) => rows::<S, false, ALL>(s, a),
+            (true, false) => rows::<S, false, RANGE>(s, a),
+            (false, true) => rows::<S, true, ALL>(s, a),
+            (false, false) => rows::<S, true, RANGE>(s, a),
         }
     }
 }
@@ -99,15 +99,21 @@ unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
     }
 }
 
-/// Scores to probabilities, with the reference of a row moved first if it has to. `ALL` fixes the range of keys to
-/// 0..64, so that the loops over keys are unrolled.
+/// Vectors that [`rows`] takes at a time if all keys of the tile count. They divide 64 at every level.
+const ALL: usize = 4;
+
+/// As [`ALL`], for a range of keys.
+const RANGE: usize = 1;
+
+/// Scores to probabilities, with the reference of a row moved first if it has to. `STEP` is [`ALL`] or [`RANGE`]; the
+/// first fixes the range of keys to 0..64, so that loops over keys are unrolled.
 ///
 /// # Safety
 /// As [`softmax`]; `visible` is not null if `MASKED`.
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const ALL: bool>(s: S, a: &Softmax<S::Elem>) {
+unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax<S::Elem>) {
     let nothing = s.splat(S::Elem::neg_infinity());
-    let (first, end) = if ALL { (0, KEYS) } else { (a.first, a.end) };
+    let (first, end) = if STEP == ALL { (0, KEYS) } else { (a.first, a.end) };
     // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
     for row in 0..a.rows {
         unsafe {
@@ -149,13 +155,20 @@ unsafe fn rows<S: Simd, const MASKED: bool, const ALL: bool>(s: S, a: &Softmax<S
             let mut sum = s.load(l);
             let mut key = first;
             while key < end {
-                let mut e = exp2(s, s.sub(s.load(p.add(key)), reference));
-                if MASKED {
-                    e = s.select(s.mask_from_bits(visible >> key), e, s.zero());
+                let mut t = [s.zero(); STEP];
+                for v in 0..STEP {
+                    t[v] = s.sub(s.load(p.add(key + v * S::LANES)), reference);
                 }
-                s.store(p.add(key), e);
-                sum = s.add(sum, e);
-                key += S::LANES;
+                let mut e = exp2_together(s, t);
+                for v in 0..STEP {
+                    let key = key + v * S::LANES;
+                    if MASKED {
+                        e[v] = s.select(s.mask_from_bits(visible >> key), e[v], s.zero());
+                    }
+                    s.store(p.add(key), e[v]);
+                    sum = s.add(sum, e[v]);
+                }
+                key += STEP * S::LANES;
             }
             s.store(l, sum);
         }

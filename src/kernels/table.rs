@@ -6,7 +6,7 @@ use super::portable::Portable;
 use super::softmax::{self, Softmax};
 use super::tile::{self, Tile};
 use super::values::{self, Values};
-use super::{PANEL, exp};
+use super::{PANEL, divide, exp, peak};
 use ndarray::ArrayView2;
 
 /// The kernels of one level for one scalar type.
@@ -24,19 +24,23 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) scaled: unsafe fn(&Pack<T>, T),
     exp2: unsafe fn(*mut T, usize),
     tanh: unsafe fn(*mut T, usize),
+    divide: unsafe fn(*mut T, usize, T),
+    multiply_adds: unsafe fn(usize, T) -> T,
+    multiply_adds_flop: usize,
+    sum: unsafe fn(*const T, usize) -> T,
 }
 
 /// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
 macro_rules! level {
-    ($module:ident, $level:expr, $f32:expr, $f64:expr, NV = $nv:literal $(, $features:literal)?) => {
+    ($module:ident, $level:expr, $f32:expr, $f64:expr, NV = $nv:literal, BYTES = $bytes:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
-            level!(@table F32, f32, $level, $f32, $nv $(, $features)?);
-            level!(@table F64, f64, $level, $f64, $nv $(, $features)?);
+            level!(@table F32, f32, $level, $f32, $nv, $bytes $(, $features)?);
+            level!(@table F64, f64, $level, $f64, $nv, $bytes $(, $features)?);
         }
     };
-    (@table $name:ident, $t:ident, $level:expr, $token:expr, $nv:literal $(, $features:literal)?) => {
+    (@table $name:ident, $t:ident, $level:expr, $token:expr, $nv:literal, $bytes:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
             level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv>);
             level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax);
@@ -46,7 +50,11 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, scaled(a: &Pack<$t>, factor: $t) -> () = pack::scaled);
             level!(@entry $token $(, $features)?, exp2(x: *mut $t, n: usize) -> () = exp::exp2_slice);
             level!(@entry $token $(, $features)?, tanh(x: *mut $t, n: usize) -> () = exp::tanh_slice);
-            Kernels { level: $level, tile, softmax, values, panels, rows, scaled, exp2, tanh }
+            level!(@entry $token $(, $features)?, divide(x: *mut $t, n: usize, d: $t) -> () = divide::divide);
+            level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
+            level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
+            let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
+            Kernels { level: $level, tile, softmax, values, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
         };
     };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
@@ -60,13 +68,21 @@ macro_rules! level {
 }
 
 #[cfg(target_arch = "x86_64")]
-level!(avx512, Level::Avx512, Avx512::<f32>::assume(), Avx512::<f64>::assume(), NV = 4, "avx512f,avx512dq,avx2,fma");
+level!(
+    avx512,
+    Level::Avx512,
+    Avx512::<f32>::assume(),
+    Avx512::<f64>::assume(),
+    NV = 4,
+    BYTES = 64,
+    "avx512f,avx512dq,avx2,fma"
+);
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Level::Avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, "avx2,fma");
+level!(avx2, Level::Avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, BYTES = 32, "avx2,fma");
 #[cfg(target_arch = "aarch64")]
-level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4);
+level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4, BYTES = 16);
 #[cfg(not(target_arch = "aarch64"))]
-level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2);
+level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2, BYTES = 16);
 
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
@@ -111,6 +127,32 @@ impl<T: Copy> Kernels<T> {
     pub(crate) fn tanh(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.tanh)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// Divides each number by `d`.
+    pub(crate) fn divide(&self, x: &mut [T], d: T) {
+        // SAFETY: pointer and length are those of a mutable slice.
+        unsafe { (self.divide)(x.as_mut_ptr(), x.len(), d) }
+    }
+
+    /// Multiply-adds on registers for as long as `steps` takes.
+    pub(crate) fn multiply_adds(&self, steps: usize) -> T
+    where
+        T: num_traits::One,
+    {
+        // SAFETY: the kernel touches registers only.
+        unsafe { (self.multiply_adds)(steps, T::one()) }
+    }
+
+    /// Floating-point operations of [`Kernels::multiply_adds`].
+    pub(crate) fn multiply_adds_flop(&self, steps: usize) -> usize {
+        steps * self.multiply_adds_flop
+    }
+
+    /// The sum of all numbers but for a tail of less than 8 vectors.
+    pub(crate) fn sum(&self, x: &[T]) -> T {
+        // SAFETY: pointer and length are those of a slice.
+        unsafe { (self.sum)(x.as_ptr(), x.len()) }
     }
 
     /// `[count, d]` to panels `[⌈count/16⌉][d][16]`; the lanes of rows that do not exist are zero.

@@ -153,3 +153,103 @@ unsafe fn block<S: Simd, const MR: usize, const NV: usize, const EDGE: bool>(s: 
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{Numbers, at_every_level, wide};
+    use crate::kernels::{Kernels, Real};
+
+    /// How the operands lie in memory.
+    #[derive(Clone, Copy, Debug)]
+    enum Layout {
+        RowsTimesPanels,
+        TransposedTimesRows,
+    }
+
+    /// One product against plain loops in f64; `c` is wider than n, and what is beyond n must stay.
+    fn product<T: Real>(kernels: &Kernels<T>, (rows, n, k): (usize, usize, usize), layout: Layout, start: Start) {
+        let mut numbers = Numbers::new((rows * 1000 + n * 100 + k) as u64);
+        let padded = n.next_multiple_of(PANEL);
+        let (a, b) = (numbers.vec::<T>(rows * k), numbers.vec::<T>(k * padded));
+        let c_row = n + 3;
+        let before: Vec<T> = match start {
+            Start::Zero => vec![T::nan(); rows * c_row],
+            Start::Add => numbers.vec(rows * c_row),
+        };
+        let mut c = before.clone();
+        let (a_row, a_k, b_panel, b_k) = match layout {
+            Layout::RowsTimesPanels => (k, 1, k * PANEL, PANEL),
+            Layout::TransposedTimesRows => (1, rows, PANEL, padded),
+        };
+        let (a_at, b_at) = (a.as_ptr(), b.as_ptr());
+        let tile = Tile { rows, n, k, a: a_at, a_row, a_k, b: b_at, b_panel, b_k, c: c.as_mut_ptr(), c_row, start };
+        // SAFETY: `a` has rows · k elements, `b` every column up to the padded width, `c` rows of c_row > n.
+        unsafe { (kernels.tile)(&tile) };
+
+        for i in 0..rows {
+            for j in 0..c_row {
+                let at = i * c_row + j;
+                if j >= n {
+                    assert!(c[at] == before[at] || before[at].is_nan() && c[at].is_nan(), "wrote beyond n");
+                    continue;
+                }
+                let first = if start == Start::Add { wide(before[at]) } else { 0.0 };
+                let (mut sum, mut size) = (first, first.abs());
+                for t in 0..k {
+                    let term = wide(a[i * a_row + t * a_k]) * wide(b[j / PANEL * b_panel + t * b_k + j % PANEL]);
+                    sum += term;
+                    size += term.abs();
+                }
+                let error = (wide(c[at]) - sum).abs();
+                let bound = wide(T::epsilon()) * (k as f64 + 1.0) * size;
+                assert!(error <= bound, "{rows} x {n} x {k} {layout:?} {start:?} at {i}, {j}: {error} > {bound}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_of_every_shape() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for rows in 1..=MAX_ROWS {
+                for n in [0, 1, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 128, 256] {
+                    for k in [0, 1, 3, 64, 80] {
+                        for layout in [Layout::RowsTimesPanels, Layout::TransposedTimesRows] {
+                            product(kernels, (rows, n, k), layout, Start::Zero);
+                            product(kernels, (rows, n, k), layout, Start::Add);
+                        }
+                    }
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn the_cut_into_tiles_does_not_change_a_bit() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let mut numbers = Numbers::new(7);
+            let (n, k) = (80, 50);
+            let (a, b) = (numbers.vec::<T>(MAX_ROWS * k), numbers.vec::<T>(n * k));
+            let run = |rows: usize, from_row: usize, n: usize, from: usize| {
+                let mut c = vec![T::zero(); rows * n];
+                let (a, b) = (a[from_row * k..].as_ptr(), b[from..].as_ptr());
+                let (b_panel, b_k, c_row, start) = (PANEL, 80, n, Start::Zero);
+                // SAFETY: rows and columns lie within the matrices above, and n is a multiple of 16.
+                unsafe {
+                    let c = c.as_mut_ptr();
+                    (kernels.tile)(&Tile { rows, n, k, a, a_row: k, a_k: 1, b, b_panel, b_k, c, c_row, start });
+                }
+                c
+            };
+            let whole = run(MAX_ROWS, 0, n, 0);
+            for row in 0..MAX_ROWS {
+                for column in (0..n).step_by(PANEL) {
+                    let part = run(1, row, PANEL, column);
+                    assert_eq!(part, whole[row * n + column..][..PANEL]);
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+}

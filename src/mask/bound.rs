@@ -74,6 +74,11 @@ impl<'a> BoundMask<'a> {
         self.head(entry, head).tile(rows, keys)
     }
 
+    /// How many keys query i of batch entry `entry` and head `head` may attend to.
+    pub fn visible_keys(&self, entry: usize, head: usize, i: usize) -> usize {
+        self.head(entry, head).runs(i).map(|run| run.len()).sum()
+    }
+
     /// `[batch, num_heads, q_len, kv_len]`, `true` where a pair is visible.
     ///
     /// # Errors

@@ -1,12 +1,13 @@
 //! The walk through the layer: project, attend, project back.
 
 use ndarray::{
-    Array, Array1, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, Axis, Dimension, Ix2, Ix3,
+    Array, Array1, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis,
+    Dimension, Ix2, Ix3,
 };
 
 use super::{Config, MultiHeadAttention, Weights};
-use crate::attention::{self, Dims, Options};
-use crate::element::{Element, zeros};
+use crate::attention::{self, Dims, LayerBuffers, Options, Outputs, Workspace};
+use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
 use crate::linear::project;
 use crate::mask::Mask;
@@ -144,6 +145,17 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// [`MultiHeadAttention::forward`] into an array of the caller's, which has the shape of `x` and any strides.
+    /// With the same workspace, calls after the first allocate nothing.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array2, Mask, MultiHeadAttention, Workspace};
+    /// let mha = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// let (x, mut y) = (Array2::ones((5, 16)), Array2::zeros((5, 16)));
+    /// let mut workspace = Workspace::new();
+    /// mha.forward_into(&x, &Mask::causal(), &mut y, &mut workspace)?;
+    /// assert_eq!(y, mha.forward(&x, &Mask::causal())?);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`MultiHeadAttention::forward`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
@@ -153,8 +165,9 @@ impl<T: Element> MultiHeadAttention<T> {
         x: &ArrayRef<T, D>,
         mask: &Mask,
         output: &mut ArrayRef<T, D>,
+        workspace: &mut Workspace<T>,
     ) -> Result<()> {
-        self.attend_into(&Inputs::new(x), &Options::new().mask(mask), &mut D::batched_mut(output))
+        self.attend_into(&Inputs::new(x), &Options::new().mask(mask), &mut D::batched_mut(output), workspace)
     }
 
     /// Attention with everything that a call can ask for: other keys and values, bias, weights, path.
@@ -176,12 +189,28 @@ impl<T: Element> MultiHeadAttention<T> {
     pub fn attend(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<LayerOutput<T>> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let mut output = zeros("output", "[batch, q_len, d_model]", (batch, q_len, d_model))?;
-        let (lse, weights) = self.run(inputs, options, output.view_mut())?;
+        let (num_heads, kv_len) = (self.config.heads.num_heads(), inputs.key.len_of(Axis(1)));
+        let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, num_heads, q_len))?;
+        let axes = "[batch, num_heads, q_len, kv_len]";
+        let mut weights = match options.keeps_weights() {
+            true => Some(zeros("weights", axes, (batch, num_heads, q_len, kv_len))?),
+            false => None,
+        };
+        let kept = weights.as_mut().map(|weights| weights.view_mut());
+        self.run(inputs, options, output.view_mut(), (lse.view_mut(), kept), &mut Workspace::new())?;
         Ok(LayerOutput { output, lse, weights })
     }
 
     /// [`MultiHeadAttention::attend`] into an array of the caller's: `output: [batch, q_len, d_model]`, any strides.
     /// Weights are not returned.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array3, Inputs, MultiHeadAttention, Options, Workspace};
+    /// let mha = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// let (x, mut y) = (Array3::ones((2, 5, 16)), Array3::zeros((2, 5, 16)));
+    /// mha.attend_into(&Inputs::new(&x), &Options::new(), &mut y, &mut Workspace::new())?;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`MultiHeadAttention::forward_into`].
@@ -190,12 +219,15 @@ impl<T: Element> MultiHeadAttention<T> {
         inputs: &Inputs<'_, T>,
         options: &Options<'_, T>,
         output: &mut ArrayRef3<T>,
+        workspace: &mut Workspace<T>,
     ) -> Result<()> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let expected = [Some(batch), Some(q_len), Some(d_model)];
         check_shape("output", "[batch, q_len, d_model]", expected, output.shape())?;
-        self.run(inputs, options, output.view_mut())?;
-        Ok(())
+        let mut lse = workspace.take_lse((batch, self.config.heads.num_heads(), q_len))?;
+        let done = self.run(inputs, options, output.view_mut(), (lse.view_mut(), None), workspace);
+        workspace.keep_lse(lse);
+        done
     }
 
     /// Checks all that a call can get wrong, before any work; returns the shape of the output.
@@ -223,38 +255,45 @@ impl<T: Element> MultiHeadAttention<T> {
         options.with_layer(&self.config, self.weights.sinks.as_ref())
     }
 
-    /// Fills the output; the arguments have been checked.
+    /// Fills the output, the lse and the weights; the arguments have been checked.
     fn run(
         &self,
         inputs: &Inputs<'_, T>,
         options: &Options<'_, T>,
         output: ArrayViewMut3<'_, T>,
-    ) -> Result<(Array3<T>, Option<Array4<T>>)> {
+        (lse, weights): (ArrayViewMut3<'_, T>, Option<ArrayViewMut4<'_, T>>),
+        workspace: &mut Workspace<T>,
+    ) -> Result<()> {
         let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = &self.weights;
         let Config { heads, head_dim, value_dim, .. } = &self.config;
-        let q = project_heads(inputs.query, w_q, b_q.as_ref(), heads.num_heads(), *head_dim)?;
-        let k = project_heads(inputs.key, w_k, b_k.as_ref(), heads.num_kv_heads(), *head_dim)?;
-        let v = project_heads(inputs.value, w_v, b_v.as_ref(), heads.num_kv_heads(), *value_dim)?;
-        let attended = attention::forward_token_major(&q, &k, &v, &self.options(options))?;
-        // [batch, num_heads, q_len, value_dim] -> [batch, q_len, num_heads * value_dim]: a view, by its layout.
-        let (batch, num_heads, q_len, value_dim) = attended.context.dim();
-        let context = attended.context.permuted_axes([0, 2, 1, 3]);
-        let context = context.to_shape((batch, q_len, num_heads * value_dim)).map_err(too_long)?;
-        project(context.view(), w_o, b_o.as_ref(), output)?;
-        Ok((attended.lse, attended.weights))
+        let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
+        let LayerBuffers { q, k, v, context } = std::mem::take(&mut workspace.layer);
+        let q = project_heads(inputs.query, (w_q, b_q.as_ref()), (num_heads, *head_dim), q)?;
+        let k = project_heads(inputs.key, (w_k, b_k.as_ref()), (num_kv_heads, *head_dim), k)?;
+        let v = project_heads(inputs.value, (w_v, b_v.as_ref()), (num_kv_heads, *value_dim), v)?;
+        let (batch, q_len, _) = inputs.query.dim();
+        let axes = "[batch, q_len, num_heads, value_dim]";
+        let mut context = reused("context", axes, (batch, q_len, num_heads, *value_dim), context)?;
+        let outputs = Outputs { context: context.view_mut().permuted_axes([0, 2, 1, 3]), lse, weights };
+        attention::forward_to([&q, &k, &v], &self.options(options), outputs, workspace)?;
+        // The heads of a token lie side by side: they are merged by reading them as one row.
+        let merged = context.view().into_shape_with_order((batch, q_len, num_heads * value_dim)).map_err(too_long)?;
+        project(merged, w_o, b_o.as_ref(), output)?;
+        let [q, k, v, context] = [q, k, v, context].map(|array| array.into_raw_vec_and_offset().0);
+        workspace.layer = LayerBuffers { q, k, v, context };
+        Ok(())
     }
 }
 
-/// `[batch, len, in] -> [batch, heads, len, width]`, stored token by token: the heads are split by strides.
+/// `[batch, len, in] -> [batch, heads, len, width]`, stored token by token in `memory`: heads are split by strides.
 fn project_heads<T: Element>(
     x: ArrayView3<'_, T>,
-    w: &Array2<T>,
-    bias: Option<&Array1<T>>,
-    heads: usize,
-    width: usize,
+    (w, bias): (&Array2<T>, Option<&Array1<T>>),
+    (heads, width): (usize, usize),
+    memory: Vec<T>,
 ) -> Result<Array4<T>> {
     let (batch, len, _) = x.dim();
-    let mut y = zeros("projection", "[batch, len, heads * width]", (batch, len, w.ncols()))?;
+    let mut y = reused("projection", "[batch, len, heads * width]", (batch, len, w.ncols()), memory)?;
     project(x, w, bias, y.view_mut())?;
     let y = y.into_shape_with_order((batch, len, heads, width)).map_err(too_long)?;
     Ok(y.permuted_axes([0, 2, 1, 3]))

@@ -1,7 +1,7 @@
 //! A call of the layer.
 
 use multihead::ndarray::{Array, Array2, Array3, ArrayD, Dimension};
-use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Weights};
+use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Weights, Workspace};
 
 use super::{Answer, Call, Way, typed, widened};
 
@@ -129,7 +129,7 @@ impl Call for Layer {
     fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>> {
         self.with::<T, _>(way, |mha, inputs, options| {
             let mut output = Array3::from_elem(self.query.dim(), T::nan());
-            mha.attend_into(inputs, &options, &mut output)?;
+            mha.attend_into(inputs, &options, &mut output, &mut Workspace::new())?;
             Ok(widened(&output).into_dyn())
         })
     }

@@ -1,0 +1,5 @@
+//! Numbers about attention: what a call costs, and what the machine could do.
+
+mod peak;
+
+pub use peak::Peak;
