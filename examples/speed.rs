@@ -16,7 +16,7 @@ use std::error::Error;
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-use multihead::ndarray::{Array, Array1, Array2, Array4, Dimension, IntoDimension, Ix2, Ix3, Ix4};
+use multihead::ndarray::{Array, Array2, Array4, Dimension, IntoDimension, Ix2, Ix3, Ix4};
 use multihead::{
     Element, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Weights, Workspace, attention, inspect::Peak,
 };
@@ -359,11 +359,43 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// The rows of the README's table.
-const TABLE: &[(&str, &str)] = &[(
-    "attention b1 h8 n2048 d64",
-    r#"{"op":"attention","heads":8,"q_len":2048,"kv_len":2048,"head_dim":64,"value_dim":64}"#,
-)];
+/// The rows of the README's table: two threads, `f32` unless the row says otherwise.
+const TABLE: &[(&str, &str)] = &[
+    ("attention b1 h8 n2048 d64", r#""op":"attention","heads":8,"len":2048,"head_dim":64"#),
+    ("attention b1 h8 n2048 d64 causal", r#""op":"attention","heads":8,"len":2048,"head_dim":64,"causal":true"#),
+    ("attention b1 h16 n4096 d128 causal", r#""op":"attention","heads":16,"len":4096,"head_dim":128,"causal":true"#),
+    ("attention b1 h8 n512 d64", r#""op":"attention","heads":8,"len":512,"head_dim":64"#),
+    ("attention b8 h12 n128 d64", r#""op":"attention","batch":8,"heads":12,"len":128,"head_dim":64"#),
+    (
+        "attention b1 h32 kv8 n2048 d128 causal",
+        r#""op":"attention","heads":32,"kv_heads":8,"len":2048,"head_dim":128,"causal":true"#,
+    ),
+    ("attention b1 h8 n1024 d48", r#""op":"attention","heads":8,"len":1024,"head_dim":48"#),
+    ("attention b1 h8 n1024 d80", r#""op":"attention","heads":8,"len":1024,"head_dim":80"#),
+    ("attention b1 h8 n1024 d96", r#""op":"attention","heads":8,"len":1024,"head_dim":96"#),
+    ("attention b1 h8 n1024 d100", r#""op":"attention","heads":8,"len":1024,"head_dim":100"#),
+    ("attention b1 h8 n1024 d256", r#""op":"attention","heads":8,"len":1024,"head_dim":256"#),
+    (
+        "attention b1 h8 n2048 d64, half the keys",
+        r#""op":"attention","heads":8,"len":2048,"head_dim":64,"mask":{"kind":"lengths","fraction":0.5}"#,
+    ),
+    (
+        "attention b1 h8 n2048 d64, half of the 128-blocks",
+        r#""op":"attention","heads":8,"len":2048,"head_dim":64,"mask":{"kind":"keep","density":0.5,"block":128}"#,
+    ),
+    ("attention b1 h8 n2048 d64, bias", r#""op":"attention","heads":8,"len":2048,"head_dim":64,"bias":true"#),
+    ("attention b1 h8 n1024 d64 f64", r#""op":"attention","heads":8,"len":1024,"head_dim":64,"dtype":"f64""#),
+    ("layer b1 n512 d_model 512 h8", r#""op":"layer","len":512,"d_model":512,"heads":8"#),
+    ("layer b8 n128 d_model 768 h12", r#""op":"layer","batch":8,"len":128,"d_model":768,"heads":12"#),
+    ("layer b1 n2048 d_model 512 h8", r#""op":"layer","len":2048,"d_model":512,"heads":8"#),
+    ("layer b1 n16 d_model 1024 h16", r#""op":"layer","len":16,"d_model":1024,"heads":16"#),
+    ("layer b1 n1 d_model 1024 h16", r#""op":"layer","len":1,"d_model":1024,"heads":16"#),
+    ("attention b1 h8 n2048 d64, level avx2", r#""op":"attention","heads":8,"len":2048,"head_dim":64,"level":"avx2""#),
+    (
+        "attention b1 h8 n2048 d64, level portable",
+        r#""op":"attention","heads":8,"len":2048,"head_dim":64,"level":"portable""#,
+    ),
+];
 
 fn main() -> Outcome<()> {
     let mut instrument = Instrument::default();
@@ -381,21 +413,24 @@ fn main() -> Outcome<()> {
 }
 
 fn table(instrument: &mut Instrument) -> Outcome<()> {
+    println!("{:52} {:>10} {:>9} {:>8}", "2 threads, medians of 11 rounds", "ms", "GFLOP/s", "of peak");
     for (name, request) in TABLE {
-        let mut request: Value = serde_json::from_str(request)?;
-        request["threads"] = json!(2);
-        request["rounds"] = json!(11);
+        let mut request: Value = serde_json::from_str(&format!("{{{request},\"threads\":2,\"rounds\":11}}"))?;
+        if request["op"] == "attention" {
+            // Square and with values as wide as the keys: the table says len and head_dim once.
+            let (len, head_dim) = (request["len"].take(), request["head_dim"].clone());
+            request["len"] = json!(0);
+            request["q_len"] = len.clone();
+            request["kv_len"] = len;
+            request["value_dim"] = head_dim;
+        }
         let answer = instrument.answer(&request.to_string())?;
-        println!(
-            "{name:56} {:9.3} ms  {:7.1} GFLOP/s  {:.2} of peak",
-            f(&answer, "median_ms"),
-            f(&answer, "gflops"),
-            f(&answer, "fraction_of_peak")
-        );
+        let [ms, gflops, fraction] = ["median_ms", "gflops", "fraction_of_peak"].map(|key| number(&answer, key));
+        println!("{name:52} {ms:10.3} {gflops:9.1} {fraction:8.2}");
     }
     Ok(())
 }
 
-fn f(answer: &Value, key: &str) -> f64 {
+fn number(answer: &Value, key: &str) -> f64 {
     answer[key].as_f64().unwrap_or(f64::NAN)
 }

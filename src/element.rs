@@ -7,6 +7,7 @@ use std::fmt::{Debug, Display};
 use crate::error::{Error, Result};
 
 mod sealed {
+    #[expect(private_bounds, reason = "the kernels of a type are nobody else's business")]
     pub trait Sealed: crate::kernels::Real {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}

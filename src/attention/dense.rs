@@ -147,6 +147,10 @@ fn softmax_row<T: Element>(problem: &Problem<'_, T>, head: &Head<'_, T>, i: usiz
         row[j] = (row[j] - maximum).exp();
         total += row[j];
     }
+    // w = exp(s - lse), so a row that sees a NaN has no weight that is a number, hidden pairs included.
+    if total.is_nan() {
+        row.fill(total);
+    }
     for (j, _) in head.visible(i) {
         row[j] /= total;
     }

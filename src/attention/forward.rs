@@ -16,12 +16,13 @@
 
 use std::ops::Range;
 
+use super::bias::Bias;
 use super::problem::{Head, Problem};
 use super::schedule::Schedule;
-use super::workspace::{Scratch, Workspace, any, filled};
+use super::workspace::{Scratch, Workspace};
 use super::{Options, Outputs};
 use crate::element::Element;
-use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, Level, MAX_ROWS, PANEL, Scoring};
+use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring, aligned};
 use crate::mask::HeadMask;
 use crate::parallel;
 use ndarray::{Axis, s};
@@ -35,7 +36,7 @@ pub(super) fn forward<T: Element>(
 ) {
     let dims = &problem.dims;
     let heads = &*problem.rules.heads;
-    let kernels = T::kernels(options.level.unwrap_or_else(Level::best));
+    let kernels = T::kernels(problem.rules.level);
     let group = (0..dims.num_kv_heads).map(|kv_head| heads.group_size(kv_head)).max().unwrap_or(0);
     let schedule = Schedule::new(dims, group, options.query_tile);
     let lse = outputs.lse.insert_axis(Axis(3));
@@ -97,17 +98,20 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         if self.rows == 0 {
             return;
         }
-        let dims = self.problem.dims;
+        let Problem { dims, rules, .. } = self.problem;
         let width = dims.value_dim.next_multiple_of(PANEL);
-        let queries = any(&mut scratch.queries, self.rows * dims.head_dim);
+        let queries = aligned(&mut scratch.queries, self.rows * dims.head_dim);
         self.pack_queries(queries);
-        let context = filled(&mut scratch.context, self.rows * width, T::zero());
-        let maxima = filled(&mut scratch.maxima, self.rows, T::neg_infinity());
-        let sums = filled(&mut scratch.sums, self.rows * PANEL, T::zero());
-        let keys = any(&mut scratch.keys, KEYS * dims.head_dim);
-        let values = any(&mut scratch.values, KEYS * width);
-        let scores = any(&mut scratch.scores, MAX_ROWS * KEYS);
-        let bias = any(&mut scratch.bias, if self.problem.has_bias() { MAX_ROWS * KEYS } else { 0 });
+        let context = aligned(&mut scratch.context, self.rows * width);
+        context.fill(T::zero());
+        let maxima = aligned(&mut scratch.maxima, self.rows);
+        maxima.fill(T::neg_infinity());
+        let sums = aligned(&mut scratch.sums, self.rows * PANEL);
+        sums.fill(T::zero());
+        let keys = aligned(&mut scratch.keys, KEYS * dims.head_dim);
+        let values = aligned(&mut scratch.values, KEYS * width);
+        let scores = aligned(&mut scratch.scores, MAX_ROWS * KEYS);
+        let bias = aligned(&mut scratch.bias, if rules.bias.is_some() { MAX_ROWS * KEYS } else { 0 });
 
         let Head { k, v, .. } = self.problem.head(self.block.entry(), self.row(0).0);
         let last = self.block.positions().end - 1;
@@ -125,8 +129,8 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
                         false => Finite::NotAll,
                     }
                 });
-                if self.problem.has_bias() {
-                    self.pack_bias(rows.clone(), range.clone(), bias);
+                if let Some(from) = &rules.bias {
+                    self.pack_bias(from, rows.clone(), range.clone(), bias);
                 }
                 let mut group = Group {
                     rows: rows.len(),
@@ -142,8 +146,8 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
                 let tile = KeyTile { keys, values, width, finite, panels: sight.panels };
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
-                    bias: self.problem.has_bias().then_some(&*bias),
-                    softcap: self.problem.rules.softcap,
+                    bias: rules.bias.is_some().then_some(&*bias),
+                    softcap: rules.softcap,
                 };
                 self.kernels.attend(&mut group, &tile, &scoring);
             }
@@ -171,11 +175,11 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
     }
 
     /// `[rows][64]`, zeros beyond the keys.
-    fn pack_bias(&self, rows: Range<usize>, keys: Range<usize>, bias: &mut [T]) {
-        for (row, bias) in rows.zip(bias.chunks_exact_mut(KEYS)) {
+    fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
+        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
-            let (visible, beyond) = bias.split_at_mut(keys.len());
-            self.problem.head(self.block.entry(), head).copy_bias(i, keys.start, visible);
+            let (visible, beyond) = to.split_at_mut(keys.len());
+            from.copy([self.block.entry(), head, i], keys.start, visible);
             beyond.fill(T::zero());
         }
     }

@@ -21,6 +21,7 @@
 //! | [`Path::Tiled`] | `forward.rs` | tiles of keys with online softmax, no scores in memory |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 
+mod bias;
 mod dense;
 mod forward;
 mod options;

@@ -128,7 +128,8 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
-    /// The instruction set of the tiled path; [`Level::best`] unless given.
+    /// The instruction set of the tiled path and of a layer's projections; [`Level::best`] unless given. A level that
+    /// this CPU cannot run is an error of the call.
     pub fn level(mut self, level: Level) -> Self {
         self.level = Some(level);
         self

@@ -4,9 +4,11 @@ use ndarray::{ArrayRef4, ArrayView1, ArrayView2, ArrayView4, s};
 use std::borrow::Cow;
 
 use super::Options;
+use super::bias::Bias;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
+use crate::kernels::Level;
 use crate::mask::{BoundMask, HeadMask, Mask};
 
 /// The lengths of one call.
@@ -39,9 +41,9 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) heads: Cow<'a, HeadMap>,
     pub(crate) scale: T,
     pub(crate) softcap: Option<T>,
+    pub(crate) level: Level,
     mask: BoundMask<'a>,
-    /// `[batch, num_heads, q_len, kv_len]`, any axis may have length 1.
-    bias: Option<ArrayView4<'a, T>>,
+    pub(crate) bias: Option<Bias<'a, T>>,
     sinks: Option<ArrayView1<'a, T>>,
 }
 
@@ -63,8 +65,9 @@ impl<'a, T: Element> Rules<'a, T> {
                 None => T::from_f64((dims.head_dim.max(1) as f64).sqrt().recip()),
             },
             softcap: options.softcap.map(check_softcap).transpose()?,
+            level: options.level.map_or_else(|| Ok(Level::best()), check_level)?,
             mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
-            bias: options.bias.as_ref().map(|bias| check_bias(bias.view(), dims.scores())).transpose()?,
+            bias: options.bias.as_ref().map(|bias| Bias::new(bias.view(), dims.scores())).transpose()?,
             sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
         })
     }
@@ -108,26 +111,20 @@ impl<'a, T: Element> Problem<'a, T> {
         self.rules.mask.head(entry, 0)
     }
 
-    pub(crate) fn has_bias(&self) -> bool {
-        self.rules.bias.is_some()
-    }
-
     pub(crate) fn sink(&self, head: usize) -> Option<T> {
         self.rules.sinks.as_ref().map(|sinks| sinks[head])
     }
 
     /// Everything that belongs to one query head of one batch entry.
-    pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'_, T> {
+    pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'a, T> {
         let kv_head = self.rules.heads.kv_head(head);
         Head {
-            q: self.q.slice(s![entry, head, .., ..]),
-            k: self.k.slice(s![entry, kv_head, .., ..]),
-            v: self.v.slice(s![entry, kv_head, .., ..]),
+            q: self.q.slice_move(s![entry, head, .., ..]),
+            k: self.k.slice_move(s![entry, kv_head, .., ..]),
+            v: self.v.slice_move(s![entry, kv_head, .., ..]),
             mask: self.rules.mask.head(entry, head),
-            bias: self.rules.bias.as_ref().map(|bias| {
-                let at = |axis: usize, index: usize| if bias.shape()[axis] == 1 { 0 } else { index };
-                bias.slice(s![at(0, entry), at(1, head), .., ..])
-            }),
+            bias: self.rules.bias,
+            at: [entry, head],
             sink: self.sink(head),
         }
     }
@@ -143,30 +140,18 @@ pub(crate) struct Head<'a, T> {
     /// `[kv_len, value_dim]`
     pub(crate) v: ArrayView2<'a, T>,
     pub(crate) mask: HeadMask<'a>,
-    /// `[q_len, kv_len]`, any axis may have length 1.
-    bias: Option<ArrayView2<'a, T>>,
+    bias: Option<Bias<'a, T>>,
+    /// Batch entry and query head.
+    at: [usize; 2],
     pub(crate) sink: Option<T>,
 }
 
 impl<T: Element> Head<'_, T> {
-    /// The bias of query i and the keys from `first` on; zeros without a bias.
-    pub(crate) fn copy_bias(&self, i: usize, first: usize, to: &mut [T]) {
-        let Some(bias) = self.bias else { return to.fill(T::zero()) };
-        let row = bias.row(i.min(bias.nrows() - 1));
-        match row.as_slice() {
-            Some(&[single]) => to.fill(single),
-            Some(row) => to.copy_from_slice(&row[first..first + to.len()]),
-            None => to.iter_mut().enumerate().for_each(|(j, to)| *to = row[(first + j).min(row.len() - 1)]),
-        }
-    }
-
     /// The keys that query i sees, in ascending order, with what the bias adds to each; mask and bias can hide a pair.
     pub(crate) fn visible(&self, i: usize) -> impl Iterator<Item = (usize, T)> + '_ {
         self.mask.runs(i).flatten().filter_map(move |j| {
-            let bias = self.bias.map_or(T::zero(), |bias| {
-                let (rows, keys) = bias.dim();
-                bias[[i.min(rows - 1), j.min(keys - 1)]]
-            });
+            let [entry, head] = self.at;
+            let bias = self.bias.map_or(T::zero(), |bias| bias.get(entry, head, i, j));
             (bias != T::neg_infinity()).then_some((j, bias))
         })
     }
@@ -182,17 +167,18 @@ pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {
     if value > T::zero() { Ok(value) } else { Err(Error::value("softcap", expected, softcap)) }
 }
 
+fn check_level(level: Level) -> Result<Level> {
+    if level.is_available() {
+        return Ok(level);
+    }
+    let available: Vec<String> = Level::available().iter().map(Level::to_string).collect();
+    Err(Error::Level { available: available.join(", "), got: level.to_string() })
+}
+
 /// The number in the type of the call; one that only `f64` can hold is refused.
 fn finite<T: Element>(argument: &'static str, expected: &'static str, number: f64) -> Result<T> {
     let value = T::from_f64(number);
     if value.is_finite() { Ok(value) } else { Err(Error::value(argument, expected, number)) }
-}
-
-fn check_bias<T>(bias: ArrayView4<'_, T>, dims: [usize; 4]) -> Result<ArrayView4<'_, T>> {
-    let fits = bias.shape().iter().zip(dims).all(|(&have, want)| have == 1 || have == want);
-    let axes = "[batch, num_heads, q_len, kv_len]";
-    let error = || Error::Shape { argument: "bias", axes, expected: dims.into(), got: bias.shape().to_vec() };
-    if fits { Ok(bias) } else { Err(error()) }
 }
 
 fn check_sinks<T>(sinks: ArrayView1<'_, T>, num_heads: usize) -> Result<ArrayView1<'_, T>> {

@@ -81,6 +81,10 @@ fn query<T: Element>(
             *c += weight * v;
         }
     }
+    // w = exp(s - lse), so a row that sees a NaN has no weight that is a number, hidden pairs included.
+    if let Some(mut weights) = weights.filter(|_| total.is_nan()) {
+        weights.fill(total);
+    }
     maximum + total.ln()
 }
 

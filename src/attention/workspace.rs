@@ -39,6 +39,8 @@ pub(crate) struct LayerBuffers<T> {
     pub(crate) k: Vec<T>,
     pub(crate) v: Vec<T>,
     pub(crate) context: Vec<T>,
+    /// Packed weights, for each thread.
+    pub(crate) scratch: Vec<Vec<T>>,
 }
 
 impl<T: Element> Workspace<T> {
@@ -77,19 +79,4 @@ pub(super) struct Scratch<T> {
     pub(super) values: Vec<T>,
     pub(super) scores: Vec<T>,
     pub(super) bias: Vec<T>,
-}
-
-/// The first `len` elements, all of value `value`.
-pub(super) fn filled<T: Copy>(buffer: &mut Vec<T>, len: usize, value: T) -> &mut [T] {
-    buffer.clear();
-    buffer.resize(len, value);
-    buffer
-}
-
-/// The first `len` elements, whatever they hold.
-pub(super) fn any<T: Element>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
-    if buffer.len() < len {
-        buffer.resize(len, T::zero());
-    }
-    &mut buffer[..len]
 }

@@ -47,7 +47,7 @@ impl Peak {
         let buffer = vec![1f32; bytes / size_of::<f32>()];
         let kernels = f32::kernels(Level::best());
         let mut parts: Vec<_> = buffer.chunks(buffer.len().div_ceil(threads).max(1)).map(|part| (part, 0.0)).collect();
-        let seconds = best_of(5, || parallel::for_each_worker(&mut parts, |(part, sum)| *sum = kernels.sum(part)));
+        let seconds = best_of(5, || parallel::for_each_worker(&mut parts, |(part, sum)| *sum = kernels.read_all(part)));
         (buffer.len() * size_of::<f32>()) as f64 / seconds / 1e9
     }
 }

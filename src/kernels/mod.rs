@@ -18,20 +18,24 @@
 //! | `divide.rs` | the last step of a softmax row |
 //! | `peak.rs` | what the CPU can do at best |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
+//! | `blocks.rs` | disjoint blocks of one matrix for many threads |
 //! | `deal.rs` | disjoint rows of one output for many threads |
 
 #![allow(unsafe_code)]
 // Loops over registers read best with the index of the row and of the vector.
 #![allow(clippy::needless_range_loop)]
 
+mod blocks;
 mod deal;
 mod divide;
 mod exp;
+mod gemm;
 mod level;
 mod pack;
 mod peak;
 mod portable;
 mod real;
+mod scratch;
 mod simd;
 mod softmax;
 mod step;
@@ -46,9 +50,12 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use blocks::Blocks;
 pub(crate) use deal::{Block, Deal};
+pub(crate) use gemm::Linear;
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
+pub(crate) use scratch::aligned;
 pub(crate) use step::{Finite, Group, KeyTile, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Start};

@@ -114,8 +114,8 @@ const RANGE: usize = 1;
 unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax<S::Elem>) {
     let nothing = s.splat(S::Elem::neg_infinity());
     let (first, end) = if STEP == ALL { (0, KEYS) } else { (a.first, a.end) };
-    // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
     for row in 0..a.rows {
+        // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
         unsafe {
             let p = a.p.add(row * KEYS);
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };

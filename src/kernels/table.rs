@@ -150,7 +150,7 @@ impl<T: Copy> Kernels<T> {
     }
 
     /// The sum of all numbers but for a tail of less than 8 vectors.
-    pub(crate) fn sum(&self, x: &[T]) -> T {
+    pub(crate) fn read_all(&self, x: &[T]) -> T {
         // SAFETY: pointer and length are those of a slice.
         unsafe { (self.sum)(x.as_ptr(), x.len()) }
     }

@@ -1,15 +1,16 @@
 //! The walk through the layer: project, attend, project back.
 
 use ndarray::{
-    Array, Array1, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis,
-    Dimension, Ix2, Ix3,
+    Array, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis, Dimension, Ix2,
+    Ix3,
 };
 
 use super::{Config, MultiHeadAttention, Weights};
 use crate::attention::{self, Dims, LayerBuffers, Options, Outputs, Workspace};
 use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
-use crate::linear::project;
+use crate::kernels::Level;
+use crate::linear::{Projected, project};
 use crate::mask::Mask;
 
 /// An input with or without a batch axis: `[batch, len, width]` or `[len, width]`.
@@ -267,36 +268,50 @@ impl<T: Element> MultiHeadAttention<T> {
         let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = &self.weights;
         let Config { heads, head_dim, value_dim, .. } = &self.config;
         let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
-        let LayerBuffers { q, k, v, context } = std::mem::take(&mut workspace.layer);
-        let q = project_heads(inputs.query, (w_q, b_q.as_ref()), (num_heads, *head_dim), q)?;
-        let k = project_heads(inputs.key, (w_k, b_k.as_ref()), (num_kv_heads, *head_dim), k)?;
-        let v = project_heads(inputs.value, (w_v, b_v.as_ref()), (num_kv_heads, *value_dim), v)?;
         let (batch, q_len, _) = inputs.query.dim();
-        let axes = "[batch, q_len, num_heads, value_dim]";
-        let mut context = reused("context", axes, (batch, q_len, num_heads, *value_dim), context)?;
-        let outputs = Outputs { context: context.view_mut().permuted_axes([0, 2, 1, 3]), lse, weights };
+        let kv_len = inputs.key.len_of(Axis(1));
+        let kernels = T::kernels(options.level.unwrap_or_else(Level::best));
+
+        let LayerBuffers { q, k, v, context, mut scratch } = std::mem::take(&mut workspace.layer);
+        let [mut q, mut k, mut v] = [
+            reused("q", "[batch, q_len, num_heads * head_dim]", (batch, q_len, w_q.ncols()), q)?,
+            reused("k", "[batch, kv_len, num_kv_heads * head_dim]", (batch, kv_len, w_k.ncols()), k)?,
+            reused("v", "[batch, kv_len, num_kv_heads * value_dim]", (batch, kv_len, w_v.ncols()), v)?,
+        ];
+        let projections = [
+            Projected { x: inputs.query, w: w_q, bias: b_q.as_ref(), y: q.view_mut() },
+            Projected { x: inputs.key, w: w_k, bias: b_k.as_ref(), y: k.view_mut() },
+            Projected { x: inputs.value, w: w_v, bias: b_v.as_ref(), y: v.view_mut() },
+        ];
+        project(kernels, projections, &mut scratch);
+
+        // Heads are split and merged by strides: the heads of a token lie side by side.
+        let q = by_head(q, num_heads, *head_dim)?;
+        let k = by_head(k, num_kv_heads, *head_dim)?;
+        let v = by_head(v, num_kv_heads, *value_dim)?;
+        let width = num_heads * value_dim;
+        let context = reused("context", "[batch, q_len, num_heads * value_dim]", (batch, q_len, width), context)?;
+        let mut context = by_head(context, num_heads, *value_dim)?;
+        let outputs = Outputs { context: context.view_mut(), lse, weights };
         attention::forward_to([&q, &k, &v], &self.options(options), outputs, workspace)?;
-        // The heads of a token lie side by side: they are merged by reading them as one row.
-        let merged = context.view().into_shape_with_order((batch, q_len, num_heads * value_dim)).map_err(too_long)?;
-        project(merged, w_o, b_o.as_ref(), output)?;
-        let [q, k, v, context] = [q, k, v, context].map(|array| array.into_raw_vec_and_offset().0);
-        workspace.layer = LayerBuffers { q, k, v, context };
+
+        let merged = context.permuted_axes([0, 2, 1, 3]);
+        let merged = merged.into_shape_with_order((batch, q_len, width)).map_err(too_long)?;
+        let back = Projected { x: merged.view(), w: w_o, bias: b_o.as_ref(), y: output };
+        project(kernels, [back], &mut scratch);
+
+        let memory = |array: Array4<T>| array.into_raw_vec_and_offset().0;
+        let context = merged.into_raw_vec_and_offset().0;
+        workspace.layer = LayerBuffers { q: memory(q), k: memory(k), v: memory(v), context, scratch };
         Ok(())
     }
 }
 
-/// `[batch, len, in] -> [batch, heads, len, width]`, stored token by token in `memory`: heads are split by strides.
-fn project_heads<T: Element>(
-    x: ArrayView3<'_, T>,
-    (w, bias): (&Array2<T>, Option<&Array1<T>>),
-    (heads, width): (usize, usize),
-    memory: Vec<T>,
-) -> Result<Array4<T>> {
-    let (batch, len, _) = x.dim();
-    let mut y = reused("projection", "[batch, len, heads * width]", (batch, len, w.ncols()), memory)?;
-    project(x, w, bias, y.view_mut())?;
-    let y = y.into_shape_with_order((batch, len, heads, width)).map_err(too_long)?;
-    Ok(y.permuted_axes([0, 2, 1, 3]))
+/// `[batch, len, heads * width]` as `[batch, heads, len, width]`, without moving a number.
+fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>> {
+    let (batch, len, _) = array.dim();
+    let array = array.into_shape_with_order((batch, len, heads, width)).map_err(too_long)?;
+    Ok(array.permuted_axes([0, 2, 1, 3]))
 }
 
 /// The lengths of an existing array cannot fail to multiply; ndarray's answer is passed on all the same.

@@ -1,0 +1,314 @@
+//! Projections: one block of `y = x w + bias`.
+//!
+//! ```text
+//! y[i][j] = bias[j] + Σ_t x[i][t] w[t][j]      x [n, in], w [in, out], y [n, out]; x and w with any strides
+//! ```
+//!
+//! The caller cuts `y` into blocks, by rows and columns as it likes, and may hand them to threads. The sum over `t` runs
+//! in order for every element, so the cut changes no bit of the result.
+//!
+//! * Many rows: for each `DEPTH` terms of the sum and each strip of 64 columns, the part of `w` is packed once (32 KiB in
+//!   `f32`: it stays in the first-level cache), and every group of 6 rows of `x` meets it. A `w` that is stored
+//!   transposed is packed by transposing, at about the same cost.
+//! * Few rows: packing would cost more than it saves, and the time is that of reading `w`. It is read once, where it is,
+//!   a few whole rows at a time.
+//!
+//! MEASURED
+//!
+//! The loops are those of GotoBLAS (Goto and van de Geijn, 2008) without the packing of `x`.
+
+use super::real::Real;
+use super::scratch::aligned;
+use super::table::Kernels;
+use super::tile::{MAX_ROWS, Start, Tile};
+use super::{KEYS, PANEL};
+use ndarray::{Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use std::ops::Range;
+
+/// Terms of the sum for which a strip of `w` is packed at a time.
+const DEPTH: usize = 128;
+
+/// Columns of a strip: the widest register block.
+const STRIP: usize = KEYS;
+
+/// Up to this many rows, `w` is not packed.
+const FEW_ROWS: usize = 2 * MAX_ROWS;
+
+/// Rows of `w` that are read together if it is not packed.
+const STREAMS: usize = 8;
+
+/// The operands of `x w + bias`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Linear<'a, T> {
+    /// [n, in].
+    pub(crate) x: ArrayView2<'a, T>,
+    /// [in, out].
+    pub(crate) w: ArrayView2<'a, T>,
+    /// [out].
+    pub(crate) bias: Option<ArrayView1<'a, T>>,
+}
+
+impl<T: Real> Kernels<T> {
+    /// `out = x[rows] w[:, columns] + bias[columns]`; `out` is [rows, columns] with any strides and is not read.
+    ///
+    /// `scratch` grows to `DEPTH · (STRIP + rows)` elements at most and can be used again.
+    pub(crate) fn linear_block(
+        &self,
+        linear: &Linear<'_, T>,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        mut out: ArrayViewMut2<'_, T>,
+        scratch: &mut Vec<T>,
+    ) {
+        let x = linear.x.slice_move(s![rows, ..]);
+        let w = linear.w.slice_move(s![.., columns.clone()]);
+        let bias = linear.bias.map(|bias| bias.slice_move(s![columns]));
+        assert_eq!((x.ncols(), out.dim()), (w.nrows(), (x.nrows(), w.ncols())), "shapes of a block");
+        if out.is_empty() {
+            return;
+        }
+        if !has_rows(&out) {
+            let mut copy = Array2::zeros(out.dim());
+            self.sum(x, w, bias, copy.view_mut(), scratch);
+            out.assign(&copy);
+            return;
+        }
+        self.sum(x, w, bias, out, scratch);
+    }
+
+    /// The same for whole operands and an output whose rows are contiguous.
+    fn sum(
+        &self,
+        x: ArrayView2<'_, T>,
+        w: ArrayView2<'_, T>,
+        bias: Option<ArrayView1<'_, T>>,
+        mut out: ArrayViewMut2<'_, T>,
+        scratch: &mut Vec<T>,
+    ) {
+        let (depth, columns) = w.dim();
+        let mut start = Start::Zero;
+        if let Some(bias) = bias {
+            out.assign(&bias);
+            start = Start::Add;
+        } else if depth == 0 {
+            out.fill(T::zero());
+        }
+        // The micro-kernel reads to the end of a panel, so the columns of a last, partial one are packed in any case.
+        let few = x.nrows() <= FEW_ROWS && is_unit(&w, 1) && is_forward(&w);
+        let streamed = if few { columns / PANEL * PANEL } else { 0 };
+
+        for terms in chunks(0..depth, DEPTH) {
+            let (strip, copy) = aligned(scratch, DEPTH * (STRIP + x.nrows())).split_at_mut(DEPTH * STRIP);
+            let x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), copy);
+            let w = w.slice_move(s![terms.clone(), ..]);
+            if streamed > 0 {
+                for terms in chunks(0..terms.len(), STREAMS) {
+                    let rows = w.slice(s![terms.clone(), ..streamed]);
+                    let b = Panels { data: rows.as_ptr(), panel: PANEL, k: rows.strides()[0].unsigned_abs() };
+                    let start = if terms.start == 0 { start } else { Start::Add };
+                    // SAFETY: `x` has strides from 0 on (`broadcast_operand`), `w` too (`few`), and `streamed` whole panels.
+                    unsafe { self.product(x.slice(s![.., terms]), b, out.slice_mut(s![.., ..streamed]), start) };
+                }
+            }
+            for range in chunks(streamed..columns, STRIP) {
+                let b = self.pack_strip(w.slice(s![.., range.clone()]), strip);
+                // SAFETY: `x` has strides from 0 on (`broadcast_operand`), and the strip is packed to whole panels.
+                unsafe { self.product(x, b, out.slice_mut(s![.., range]), start) };
+            }
+            start = Start::Add;
+        }
+    }
+
+    /// `x` as it is if the micro-kernel can walk it, a copy with contiguous rows otherwise.
+    fn broadcast_operand<'a>(&self, x: ArrayView2<'a, T>, copy: &'a mut [T]) -> ArrayView2<'a, T> {
+        if is_forward(&x) && (is_unit(&x, 0) || is_unit(&x, 1)) {
+            return x;
+        }
+        let copy = &mut copy[..x.len()];
+        self.pack_scaled(x, T::one(), copy);
+        // The length is right by construction; the uncopied view is what is left to return.
+        ArrayView2::from_shape(x.dim(), copy).unwrap_or(x)
+    }
+
+    /// At most `DEPTH` rows and `STRIP` columns of `w` in panels.
+    fn pack_strip(&self, w: ArrayView2<'_, T>, strip: &mut [T]) -> Panels<T> {
+        let (depth, columns) = w.dim();
+        if is_unit(&w, 1) {
+            // Rows of up to four panels, one after the other.
+            let width = columns.next_multiple_of(PANEL);
+            self.pack_rows(w, strip);
+            Panels { data: strip.as_ptr(), panel: PANEL, k: width }
+        } else {
+            self.pack_panels(w.reversed_axes(), strip);
+            Panels { data: strip.as_ptr(), panel: depth * PANEL, k: PANEL }
+        }
+    }
+
+    /// `out (+)= a b`, by groups of rows.
+    ///
+    /// # Safety
+    /// No stride of `a` is negative. `b` has as many rows as `a` has columns and is readable up to the last column of
+    /// `out`, rounded up to a whole panel. The rows of `out` are contiguous, one after the other.
+    unsafe fn product(&self, a: ArrayView2<'_, T>, b: Panels<T>, mut out: ArrayViewMut2<'_, T>, start: Start) {
+        let (rows, n) = out.dim();
+        // Groups of nearly equal size: one row alone would leave the multipliers waiting for each other.
+        let groups = rows.div_ceil(MAX_ROWS);
+        let [a_row, a_k] = [0, 1].map(|axis| a.strides()[axis].unsigned_abs());
+        let c_row = out.strides()[0].unsigned_abs();
+        for group in 0..groups {
+            let (first, end) = (rows * group / groups, rows * (group + 1) / groups);
+            // SAFETY: first..end are 1 to 6 rows of `a` and `out`, whose strides are theirs; `b` by the contract.
+            unsafe {
+                (self.tile)(&Tile {
+                    rows: end - first,
+                    n,
+                    k: a.ncols(),
+                    a: a.as_ptr().add(first * a_row),
+                    a_row,
+                    a_k,
+                    b: b.data,
+                    b_panel: b.panel,
+                    b_k: b.k,
+                    c: out.as_mut_ptr().add(first * c_row),
+                    c_row,
+                    start,
+                });
+            }
+        }
+    }
+}
+
+/// Columns in panels of 16, as `tile.rs` describes `b`.
+#[derive(Clone, Copy)]
+struct Panels<T> {
+    data: *const T,
+    panel: usize,
+    k: usize,
+}
+
+/// A range in pieces of `size`, the last one shorter.
+fn chunks(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(size).map(move |start| start..range.end.min(start + size))
+}
+
+/// Whether neighbours along an axis are neighbours in memory; an axis of length 1 has no neighbours.
+fn is_unit<T>(view: &ArrayView2<'_, T>, axis: usize) -> bool {
+    view.len_of(Axis(axis)) <= 1 || view.strides()[axis] == 1
+}
+
+/// Whether no axis runs backwards.
+fn is_forward<T>(view: &ArrayView2<'_, T>) -> bool {
+    (0..2).all(|axis| view.len_of(Axis(axis)) <= 1 || view.strides()[axis] >= 0)
+}
+
+/// Whether the rows are contiguous and run forwards.
+fn has_rows<T>(out: &ArrayViewMut2<'_, T>) -> bool {
+    is_unit(&out.view(), 1) && is_forward(&out.view())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Level;
+    use crate::kernels::testing::{Numbers, at_every_level, real, wide};
+    use ndarray::{Array1, Array2, array};
+
+    /// One product against plain loops in f64.
+    fn verify<T: Real>(kernels: &Kernels<T>, x: ArrayView2<'_, T>, w: ArrayView2<'_, T>, bias: Option<&Array1<T>>) {
+        let (rows, columns) = (x.nrows(), w.ncols());
+        let mut out = Array2::from_elem((rows, columns), T::nan());
+        let linear = Linear { x, w, bias: bias.map(|bias| bias.view()) };
+        kernels.linear_block(&linear, 0..rows, 0..columns, out.view_mut(), &mut Vec::new());
+        for ((i, j), &y) in out.indexed_iter() {
+            let first = bias.map_or(0.0, |bias| wide(bias[j]));
+            let terms = || x.row(i).into_iter().zip(w.column(j)).map(|(&x, &w)| wide(x) * wide(w));
+            let (sum, size) = (first + terms().sum::<f64>(), first.abs() + terms().map(f64::abs).sum::<f64>());
+            let bound = wide(T::epsilon()) * (x.ncols() as f64 + 1.0) * size;
+            assert!((wide(y) - sum).abs() <= bound, "{:?} x {:?} at {i}, {j}: {y:?} for {sum}", x.dim(), w.dim());
+        }
+    }
+
+    #[test]
+    fn every_shape_and_layout() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for rows in [0, 1, 2, 6, 7, 12, 13, 40] {
+                for depth in [0, 1, 3, 64, 128, 129, 300] {
+                    for columns in [0, 1, 15, 16, 17, 64, 80, 130] {
+                        let mut numbers = Numbers::new((rows + 100 * depth + 10_000 * columns) as u64);
+                        let (x, w) = (numbers.matrix(rows, depth), numbers.matrix(depth, columns));
+                        let (x_t, w_t) = (numbers.matrix(depth, rows), numbers.matrix(columns, depth));
+                        let bias = Array1::from(numbers.vec(columns));
+                        verify::<T>(kernels, x.view(), w.view(), None);
+                        verify(kernels, x.view(), w_t.t(), Some(&bias));
+                        verify(kernels, x_t.t(), w.view(), Some(&bias));
+                        verify(kernels, x.slice(s![..;-1, ..;-1]), w.slice(s![..;-1, ..;-1]), None);
+                        verify(
+                            kernels,
+                            x.slice(s![..;2, ..;2]),
+                            w.slice(s![..;2, ..;2]),
+                            Some(&bias.slice(s![..;2]).to_owned()),
+                        );
+                    }
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn blocks_of_any_cut_have_the_same_bits() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let mut numbers = Numbers::new(3);
+            let (x, w) = (numbers.matrix::<T>(50, 150), numbers.matrix(150, 200));
+            let bias = Array1::from(numbers.vec(200));
+            let linear = Linear { x: x.view(), w: w.view(), bias: Some(bias.view()) };
+            let scratch = &mut Vec::new();
+            let mut whole = Array2::from_elem((50, 200), T::nan());
+            kernels.linear_block(&linear, 0..50, 0..200, whole.view_mut(), scratch);
+            for (high, broad) in [(1, 200), (7, 64), (13, 100), (50, 33), (6, 1)] {
+                let mut parts = Array2::from_elem((50, 200), T::nan());
+                for rows in chunks(0..50, high) {
+                    for columns in chunks(0..200, broad) {
+                        let out = parts.slice_mut(s![rows.clone(), columns.clone()]);
+                        kernels.linear_block(&linear, rows.clone(), columns, out, scratch);
+                    }
+                }
+                assert_eq!(whole, parts);
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn outputs_with_any_strides() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let mut numbers = Numbers::new(4);
+            let (x, w) = (numbers.matrix::<T>(20, 10), numbers.matrix(10, 30));
+            let linear = Linear { x: x.view(), w: w.view(), bias: None };
+            let mut expected = Array2::zeros((20, 30));
+            let scratch = &mut Vec::new();
+            kernels.linear_block(&linear, 0..20, 0..30, expected.view_mut(), scratch);
+            let mut out = Array2::from_elem((40, 60), real::<T>(7.0));
+            kernels.linear_block(&linear, 0..20, 0..30, out.slice_mut(s![..;-2, ..;-2]), scratch);
+            assert_eq!(out.slice(s![..;-2, ..;-2]), expected);
+            assert!(out.slice(s![..;2, ..]).iter().all(|&x| x == real(7.0)));
+            let mut out = Array2::zeros((30, 20));
+            kernels.linear_block(&linear, 0..20, 0..30, out.view_mut().reversed_axes(), scratch);
+            assert_eq!(out.t(), expected);
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn a_row_broadcast_over_all_rows() {
+        for &level in Level::available() {
+            let (row, w) = (array![[1.0, 2.0]], array![[1.0, 10.0, 100.0], [3.0, 30.0, 300.0]]);
+            let mut out = Array2::zeros((5, 3));
+            if let Some(x) = row.broadcast((5, 2)) {
+                let linear = Linear { x, w: w.view(), bias: None };
+                f64::kernels(level).linear_block(&linear, 0..5, 0..3, out.view_mut(), &mut Vec::new());
+            }
+            assert!(out.rows().into_iter().all(|row| row == array![7.0, 70.0, 700.0]));
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! Working memory that begins at a cache line, so that no vector of a packed tile lies across two.
+
+use super::Real;
+
+/// Bytes of a cache line, and of the widest vector.
+const LINE: usize = 64;
+
+/// The first `n` elements of `buffer` from a cache line on. The buffer grows if it has to and keeps what it holds,
+/// whatever that is.
+pub(crate) fn aligned<T: Real>(buffer: &mut Vec<T>, n: usize) -> &mut [T] {
+    let slack = LINE / size_of::<T>();
+    if buffer.len() < n + slack {
+        buffer.resize(n + slack, T::zero());
+    }
+    // An address that cannot be aligned costs speed, not correctness.
+    let start = buffer.as_ptr().align_offset(LINE).min(slack);
+    &mut buffer[start..start + n]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn begins_at_a_line_and_does_not_grow_twice() {
+        let mut buffer = Vec::<f32>::new();
+        for n in [0, 1, 100, 50, 100] {
+            let slice = aligned(&mut buffer, n);
+            assert_eq!((slice.len(), slice.as_ptr().addr() % LINE), (n, 0));
+        }
+        assert_eq!(buffer.len(), 116);
+    }
+}
