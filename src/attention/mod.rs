@@ -189,7 +189,7 @@ fn run<T: Element>(
     if let Some(weights) = &mut weights {
         // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
         for (mut row, lse) in weights.rows_mut().into_iter().zip(&lse) {
-            if lse.is_nan() {
+            if lse.is_nan() && row.iter().any(|w| w.is_nan()) {
                 row.fill(*lse);
             }
         }
