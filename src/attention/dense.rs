@@ -24,7 +24,7 @@ struct Part<'a, T> {
     /// `[rows, value_dim]`
     context: ArrayViewMut2<'a, T>,
     /// `[rows]`
-    lse: ArrayViewMut1<'a, T>,
+    lse: Option<ArrayViewMut1<'a, T>>,
     /// `[rows, kv_len]`
     weights: Option<ArrayViewMut2<'a, T>>,
 }
@@ -42,7 +42,7 @@ pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_,
     parallel::try_for_each(items(problem, outputs, block_rows), dims.flop(), |item| {
         let mut scores = zeros("scores", "[rows, kv_len]", (block_rows, dims.kv_len))?;
         for part in item.parts {
-            let rows = part.lse.len();
+            let rows = part.context.nrows();
             let scores = scores.slice_mut(s![..rows, ..]);
             block(problem, &problem.head(item.entry, part.head), item.first_row, scores, part);
         }
@@ -53,11 +53,13 @@ pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_,
 /// Cuts the outputs into the items' own parts.
 fn items<'a, T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'a, T>, block_rows: usize) -> Vec<Item<'a, T>> {
     let mut items = Vec::new();
-    let mut weights = outputs.weights.map(outer);
-    for (entry, (context, lse)) in outer(outputs.context).zip(outer(outputs.lse)).enumerate() {
+    let (mut lse, mut weights) = (outputs.lse.map(outer), outputs.weights.map(outer));
+    for (entry, context) in outer(outputs.context).enumerate() {
+        let mut lse = lse.as_mut().and_then(Iterator::next).map(outer);
         let mut weights = weights.as_mut().and_then(Iterator::next).map(outer);
         let mut groups: Vec<Vec<Item<'a, T>>> = (0..problem.dims.num_kv_heads).map(|_| Vec::new()).collect();
-        for (head, (context, lse)) in outer(context).zip(outer(lse)).enumerate() {
+        for (head, context) in outer(context).enumerate() {
+            let lse = lse.as_mut().and_then(Iterator::next);
             let weights = weights.as_mut().and_then(Iterator::next);
             let blocks = &mut groups[problem.rules.heads.kv_head(head)];
             for (index, part) in parts(head, context, lse, weights, block_rows).into_iter().enumerate() {
@@ -76,15 +78,15 @@ fn items<'a, T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'a, T>, bloc
 fn parts<'a, T: Element>(
     head: usize,
     mut context: ArrayViewMut2<'a, T>,
-    mut lse: ArrayViewMut1<'a, T>,
+    mut lse: Option<ArrayViewMut1<'a, T>>,
     mut weights: Option<ArrayViewMut2<'a, T>>,
     block_rows: usize,
 ) -> Vec<Part<'a, T>> {
     let mut parts = Vec::new();
-    while !lse.is_empty() {
-        let rows = block_rows.min(lse.len());
+    while context.nrows() > 0 {
+        let rows = block_rows.min(context.nrows());
         let (context_block, context_rest) = context.split_at(Axis(0), rows);
-        let (lse_block, lse_rest) = lse.split_at(Axis(0), rows);
+        let (lse_block, lse_rest) = lse.map(|lse| lse.split_at(Axis(0), rows)).unzip();
         let (weights_block, weights_rest) = weights.map(|weights| weights.split_at(Axis(0), rows)).unzip();
         parts.push(Part { head, context: context_block, lse: lse_block, weights: weights_block });
         (context, lse, weights) = (context_rest, lse_rest, weights_rest);
@@ -108,7 +110,10 @@ fn block<T: Element>(
     general_mat_mul(problem.rules.scale, &q, &head.k.t(), T::zero(), &mut scores);
     for (r, mut row) in scores.outer_iter_mut().enumerate() {
         if let Some(row) = row.as_slice_mut() {
-            part.lse[r] = softmax_row(problem, head, first_row + r, row);
+            let row = softmax_row(problem, head, first_row + r, row);
+            if let Some(lse) = &mut part.lse {
+                lse[r] = row;
+            }
         }
     }
     if let Some(weights) = &mut part.weights {

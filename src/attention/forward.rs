@@ -39,7 +39,7 @@ pub(super) fn forward<T: Element>(
     let kernels = T::kernels(problem.rules.level);
     let group = (0..dims.num_kv_heads).map(|kv_head| heads.group_size(kv_head)).max().unwrap_or(0);
     let schedule = Schedule::new(dims, group, options.query_tile);
-    let lse = outputs.lse.insert_axis(Axis(3));
+    let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
     let Some(deal) = Deal::new(heads, schedule.query_tile, outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this problem");
         return;
@@ -221,7 +221,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
             self.block.write(head, i, context, sink.unwrap_or(maximum));
             return;
         }
-        let mut total = sums.iter().fold(T::zero(), |total, &sum| total + sum);
+        let mut total = sum_of_16(sums);
         let mut reference = maximum;
         if let Some(sink) = sink {
             let sink = sink * T::from_f64(std::f64::consts::LOG2_E);
@@ -231,9 +231,23 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
             context.iter_mut().for_each(|c| *c *= shrink);
         }
         self.kernels.divide(context, total);
-        let lse = (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2);
+        let lse = match self.block.wants_lse() {
+            true => (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2),
+            false => T::zero(),
+        };
         self.block.write(head, i, context, lse);
     }
+}
+
+/// The sum of 16 partial sums, by halves: the order is fixed, and few additions wait for each other.
+fn sum_of_16<T: Element>(sums: &[T]) -> T {
+    let mut sums: [T; PANEL] = std::array::from_fn(|i| sums[i]);
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            sums[i] += sums[i + half];
+        }
+    }
+    sums[0]
 }
 
 /// The `n <= 64` lowest bits.

@@ -107,7 +107,7 @@ pub fn forward<T: Element>(
     };
     let outputs = Outputs {
         context: context.view_mut(),
-        lse: lse.view_mut(),
+        lse: Some(lse.view_mut()),
         weights: weights.as_mut().map(|weights| weights.view_mut()),
     };
     run(&problem, options, outputs, &mut Workspace::new())?;
@@ -146,11 +146,8 @@ pub fn forward_into<T: Element>(
     let [batch, heads, q_len, _] = problem.dims.scores();
     let expected = [Some(batch), Some(heads), Some(q_len), Some(problem.dims.value_dim)];
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
-    let mut lse = workspace.take_lse((batch, heads, q_len))?;
-    let outputs = Outputs { context: context.view_mut(), lse: lse.view_mut(), weights: None };
-    let done = run(&problem, options, outputs, workspace);
-    workspace.keep_lse(lse);
-    done
+    let outputs = Outputs { context: context.view_mut(), lse: None, weights: None };
+    run(&problem, options, outputs, workspace)
 }
 
 /// [`forward`] into arrays that a layer laid out.
@@ -168,7 +165,7 @@ pub(crate) struct Outputs<'a, T> {
     /// `[batch, num_heads, q_len, value_dim]`
     pub(crate) context: ArrayViewMut4<'a, T>,
     /// `[batch, num_heads, q_len]`
-    pub(crate) lse: ArrayViewMut3<'a, T>,
+    pub(crate) lse: Option<ArrayViewMut3<'a, T>>,
     /// `[batch, num_heads, q_len, kv_len]`
     pub(crate) weights: Option<ArrayViewMut4<'a, T>>,
 }

@@ -26,7 +26,10 @@ pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, mut outputs: Outputs
                 let at = s![entry, head_index, i, ..];
                 let context = outputs.context.slice_mut(at);
                 let weights = outputs.weights.as_mut().map(|weights| weights.slice_mut(at));
-                outputs.lse[[entry, head_index, i]] = query(problem, &head, i, &mut scores, context, weights);
+                let row = query(problem, &head, i, &mut scores, context, weights);
+                if let Some(lse) = &mut outputs.lse {
+                    lse[[entry, head_index, i]] = row;
+                }
             }
         }
     }

@@ -1,9 +1,6 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
-use ndarray::Array3;
-
-use crate::element::{Element, reused};
-use crate::error::Result;
+use crate::element::Element;
 
 /// Scratch memory of attention; reuse one for calls of any shape.
 ///
@@ -27,7 +24,6 @@ use crate::error::Result;
 #[derive(Debug, Default)]
 pub struct Workspace<T> {
     workers: Vec<Scratch<T>>,
-    lse: Vec<T>,
     /// What a layer keeps between its projections.
     pub(crate) layer: LayerBuffers<T>,
 }
@@ -46,17 +42,7 @@ pub(crate) struct LayerBuffers<T> {
 impl<T: Element> Workspace<T> {
     /// An empty workspace.
     pub fn new() -> Self {
-        Self { workers: Vec::new(), lse: Vec::new(), layer: LayerBuffers::default() }
-    }
-
-    /// The lse of a call that does not return it, `[batch, num_heads, q_len]`, to be given back by
-    /// [`Workspace::keep_lse`].
-    pub(crate) fn take_lse(&mut self, shape: (usize, usize, usize)) -> Result<Array3<T>> {
-        reused("lse", "[batch, num_heads, q_len]", shape, std::mem::take(&mut self.lse))
-    }
-
-    pub(crate) fn keep_lse(&mut self, lse: Array3<T>) {
-        self.lse = lse.into_raw_vec_and_offset().0;
+        Self { workers: Vec::new(), layer: LayerBuffers::default() }
     }
 
     /// Scratch for `count` threads.

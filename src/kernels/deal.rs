@@ -22,7 +22,7 @@ pub(crate) struct Deal<'a, T> {
     /// `[batch, num_heads, q_len, value_dim]`
     context: Rows<'a, T>,
     /// `[batch, num_heads, q_len, 1]`
-    lse: Rows<'a, T>,
+    lse: Option<Rows<'a, T>>,
 }
 
 impl<'a, T: Copy> Deal<'a, T> {
@@ -31,11 +31,11 @@ impl<'a, T: Copy> Deal<'a, T> {
         heads: &'a HeadMap,
         query_tile: usize,
         context: ArrayViewMut4<'a, T>,
-        lse: ArrayViewMut4<'a, T>,
+        lse: Option<ArrayViewMut4<'a, T>>,
     ) -> Option<Self> {
         let (batch, num_heads, q_len, _) = context.dim();
-        let (context, lse) = (Rows::new(context), Rows::new(lse));
-        let same = (0..3).all(|axis| context.shape[axis] == lse.shape[axis]);
+        let (context, lse) = (Rows::new(context), lse.map(Rows::new));
+        let same = lse.as_ref().is_none_or(|lse| context.shape[..3] == lse.shape[..3]);
         let fits = same && num_heads == heads.num_heads() && query_tile > 0;
         fits.then(|| Self { next: AtomicUsize::new(0), heads, batch, q_len, query_tile, context, lse })
     }
@@ -89,6 +89,11 @@ impl<T: Copy> Block<'_, T> {
         self.positions.clone()
     }
 
+    /// Whether [`Block::write`] does anything with the lse.
+    pub(crate) fn wants_lse(&self) -> bool {
+        self.deal.lse.is_some()
+    }
+
     /// Writes the context `[value_dim]` and the lse of one query. A row that is not the item's own is left alone.
     pub(crate) fn write(&mut self, head: usize, position: usize, context: &[T], lse: T) {
         let deal = self.deal;
@@ -102,7 +107,9 @@ impl<T: Copy> Block<'_, T> {
             // row; entry, head and position lie within the shape that `Deal::new` compared.
             unsafe {
                 deal.context.write([self.entry, head, position], context);
-                deal.lse.write([self.entry, head, position], &[lse]);
+                if let Some(rows) = &deal.lse {
+                    rows.write([self.entry, head, position], &[lse]);
+                }
             }
         }
     }
@@ -155,7 +162,7 @@ mod tests {
     fn deal_all(heads: &HeadMap, query_tile: usize, mut context: Array4<f64>) -> Array4<f64> {
         let (batch, num_heads, q_len, _) = context.dim();
         let mut lse = Array4::from_elem((batch, num_heads, q_len, 1), -1.0);
-        let deal = Deal::new(heads, query_tile, context.view_mut(), lse.view_mut()).unwrap();
+        let deal = Deal::new(heads, query_tile, context.view_mut(), Some(lse.view_mut())).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
@@ -192,9 +199,9 @@ mod tests {
     fn outputs_that_differ_are_refused() {
         let heads = HeadMap::grouped(2, 2).unwrap();
         let (mut a, mut b) = (Array4::<f32>::zeros((1, 2, 3, 4)), Array4::zeros((1, 2, 4, 1)));
-        assert!(Deal::new(&heads, 1, a.view_mut(), b.view_mut()).is_none());
+        assert!(Deal::new(&heads, 1, a.view_mut(), Some(b.view_mut())).is_none());
         let mut c = a.clone();
-        assert!(Deal::new(&heads, 0, c.view_mut(), a.view_mut()).is_none());
+        assert!(Deal::new(&heads, 0, c.view_mut(), Some(a.view_mut())).is_none());
     }
 
     #[test]
@@ -202,7 +209,7 @@ mod tests {
         let heads = HeadMap::grouped(2, 2).unwrap();
         for shape in [(0, 2, 3, 4), (1, 2, 0, 4)] {
             let (mut a, mut b) = (Array4::<f32>::zeros(shape), Array4::zeros(shape));
-            assert!(Deal::new(&heads, 2, a.view_mut(), b.view_mut()).unwrap().next().is_none());
+            assert!(Deal::new(&heads, 2, a.view_mut(), Some(b.view_mut())).unwrap().next().is_none());
         }
     }
 }

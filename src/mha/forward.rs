@@ -198,7 +198,7 @@ impl<T: Element> MultiHeadAttention<T> {
             false => None,
         };
         let kept = weights.as_mut().map(|weights| weights.view_mut());
-        self.run(inputs, options, output.view_mut(), (lse.view_mut(), kept), &mut Workspace::new())?;
+        self.run(inputs, options, output.view_mut(), (Some(lse.view_mut()), kept), &mut Workspace::new())?;
         Ok(LayerOutput { output, lse, weights })
     }
 
@@ -225,10 +225,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let expected = [Some(batch), Some(q_len), Some(d_model)];
         check_shape("output", "[batch, q_len, d_model]", expected, output.shape())?;
-        let mut lse = workspace.take_lse((batch, self.config.heads.num_heads(), q_len))?;
-        let done = self.run(inputs, options, output.view_mut(), (lse.view_mut(), None), workspace);
-        workspace.keep_lse(lse);
-        done
+        self.run(inputs, options, output.view_mut(), (None, None), workspace)
     }
 
     /// Checks all that a call can get wrong, before any work; returns the shape of the output.
@@ -262,7 +259,7 @@ impl<T: Element> MultiHeadAttention<T> {
         inputs: &Inputs<'_, T>,
         options: &Options<'_, T>,
         output: ArrayViewMut3<'_, T>,
-        (lse, weights): (ArrayViewMut3<'_, T>, Option<ArrayViewMut4<'_, T>>),
+        (lse, weights): (Option<ArrayViewMut3<'_, T>>, Option<ArrayViewMut4<'_, T>>),
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
         let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = &self.weights;
