@@ -176,8 +176,8 @@ fn run<T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let Outputs { context, mut lse, mut weights } = outputs;
-    let outputs = Outputs { context, lse: lse.view_mut(), weights: weights.as_mut().map(|weights| weights.view_mut()) };
+    let Outputs { context, lse, mut weights } = outputs;
+    let outputs = Outputs { context, lse, weights: weights.as_mut().map(|weights| weights.view_mut()) };
     match options.chosen_path()? {
         Path::Reference => reference::forward(problem, outputs)?,
         Path::Dense => dense::forward(problem, outputs)?,
@@ -185,9 +185,9 @@ fn run<T: Element>(
     }
     if let Some(weights) = &mut weights {
         // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
-        for (mut row, lse) in weights.rows_mut().into_iter().zip(&lse) {
-            if lse.is_nan() && row.iter().any(|w| w.is_nan()) {
-                row.fill(*lse);
+        for mut row in weights.rows_mut() {
+            if row.iter().any(|w| w.is_nan()) {
+                row.fill(T::nan());
             }
         }
     }

@@ -98,7 +98,7 @@ impl Rules {
         let ranges = has(|rule| matches!(rule, Rule::KeyLengths(_) | Rule::KeyRanges(_)));
         let bottom_right = has(|rule| rule.is_window() || rule.align() == Some(Align::BottomRight));
         let moved = has(Rule::is_window) && has(|rule| matches!(rule.align(), Some(Align::Offset(_))));
-        !(ranges && bottom_right) && !moved
+        !(moved || ranges && bottom_right)
     }
 
     /// Whether query i of head `head` may attend to key j.
