@@ -93,7 +93,10 @@ impl HeadMap {
     /// The query heads that read `kv_head`, in ascending order.
     pub fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> + Clone + '_ {
         let range = match &self.map {
-            Map::Grouped { group_size } => kv_head * group_size..(kv_head + 1) * group_size,
+            Map::Grouped { group_size } => {
+                let start = kv_head.saturating_mul(*group_size);
+                start..start.saturating_add(*group_size)
+            }
             Map::Explicit { .. } => 0..self.num_heads,
         };
         let end = range.end.min(self.num_heads);

@@ -388,3 +388,30 @@ fn b55_no_bias_equals_a_bias_of_zeros() {
     zeros.everywhere(|run| run.agrees(&want, ROUNDING));
     plain.everywhere(|run| run.agrees(&want, ROUNDING));
 }
+
+#[test]
+fn an_empty_row_has_weights_of_zero_whatever_its_sink() {
+    for sink in [0.5, f64::NAN, f64::INFINITY, NEVER] {
+        let core = Core::means(1, [1.0, 2.0]).sinks(array![sink]).mask(Mask::last_n(0));
+        core.everywhere(|run| {
+            run.out(&[0.0], EXACTLY);
+            run.lse(&[sink], EXACTLY);
+            run.weights(&[0.0, 0.0], EXACTLY);
+        });
+    }
+}
+
+#[test]
+fn infinite_scores_are_arithmetic() {
+    // 1e30 * 1e30 overflows in f32: a score of -inf is no mask, and inf is capped.
+    let core = |keys: Array2<f64>| Core::single(array![[1e30]], keys, array![[1.0], [2.0]]).scale(1.0);
+    core(array![[-1e30], [-1e30]]).sinks(array![0.5]).everywhere(|run| {
+        run.out(&[0.0], EXACTLY);
+        run.lse(&[0.5], EXACTLY);
+    });
+    core(array![[1e30], [-1e30]]).softcap(5.0).everywhere(|run| {
+        run.out(&[1.0000453978687025], ROUNDING);
+        run.lse(&[5.000045398899217], ROUNDING);
+    });
+    core(array![[1e30], [-1e30]]).softcap(1e-30).everywhere(|run| run.out(&[1.5], ROUNDING));
+}

@@ -176,12 +176,20 @@ fn run<T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
+    let Outputs { context, lse, mut weights } = outputs;
+    let outputs = Outputs { context, lse, weights: weights.as_mut().map(|weights| weights.view_mut()) };
     match options.chosen_path()? {
-        Path::Reference => reference::forward(problem, outputs),
-        Path::Dense => dense::forward(problem, outputs),
-        Path::Auto | Path::Tiled => {
-            forward::forward(problem, options, outputs, workspace);
-            Ok(())
+        Path::Reference => reference::forward(problem, outputs)?,
+        Path::Dense => dense::forward(problem, outputs)?,
+        Path::Auto | Path::Tiled => forward::forward(problem, options, outputs, workspace),
+    }
+    if let Some(weights) = &mut weights {
+        // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
+        for mut row in weights.rows_mut() {
+            if row.iter().any(|w| w.is_nan()) {
+                row.fill(T::nan());
+            }
         }
     }
+    Ok(())
 }

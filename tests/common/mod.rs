@@ -8,9 +8,12 @@ pub(crate) mod core;
 pub(crate) mod layer;
 pub(crate) mod layout;
 pub(crate) mod masks;
+pub(crate) mod recipe;
 
 use multihead::ndarray::{Array, Array3, Array4, ArrayD, ArrayRef, Dimension, IntoDimension};
 use multihead::{Element, Level, Options, Path, Result};
+use proptest::strategy::Strategy;
+use proptest::test_runner::{Config, TestRunner};
 use std::fmt;
 
 /// Every implementation that a call can name.
@@ -278,4 +281,14 @@ impl Seeded {
     pub(crate) fn array<D: Dimension>(&mut self, shape: impl IntoDimension<Dim = D>) -> Array<f64, D> {
         Array::from_shape_simple_fn(shape.into_dimension(), || self.draw())
     }
+}
+
+/// Runs a property on random values; a failure shows the smallest value that was found.
+pub(crate) fn property<S: Strategy>(cases: u32, values: S, holds: impl Fn(S::Value)) {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let outcome = TestRunner::new(config).run(&values, |value| {
+        holds(value);
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
 }
