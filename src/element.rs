@@ -36,7 +36,7 @@ impl Stored for f64 {
 
 mod sealed {
     #[expect(private_bounds, reason = "the kernels and the files of a type are nobody else's business")]
-    pub trait Sealed: crate::kernels::Real + super::Stored {}
+    pub trait Sealed: crate::compiled::Compiled + super::Stored {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
 }

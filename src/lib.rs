@@ -51,6 +51,7 @@
 //! - `safetensors`: the module `io`, which reads tensors from the bytes of a file.
 
 pub mod attention;
+mod compiled;
 mod element;
 mod error;
 mod heads;

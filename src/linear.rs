@@ -30,50 +30,48 @@ const BLOCK_COLUMNS: usize = 256;
 const FLOP_PER_WEIGHT: f64 = 48.0;
 
 /// Runs all projections. `scratch` grows to one buffer for each thread of the pool.
-pub(crate) fn project<T: Element, const N: usize>(
+pub(crate) fn project<T: Element>(
     kernels: &Kernels<T>,
-    mut projections: [Projected<'_, T>; N],
+    mut projections: [Option<Projected<'_, T>>; 3],
     scratch: &mut Vec<Vec<T>>,
 ) {
     let flat = |p: &Projected<'_, T>| flatten(p.x).is_some() && flatten(p.y.view()).is_some();
-    if projections.iter().all(flat) {
+    if projections.iter().flatten().all(flat) {
         return deal(kernels, projections, scratch);
     }
     // One batch entry always lies flat.
-    let batch = projections.iter().map(|p| p.y.len_of(Axis(0))).max().unwrap_or(0);
+    let batch = projections.iter().flatten().map(|p| p.y.len_of(Axis(0))).max().unwrap_or(0);
     for entry in 0..batch {
         let entry = entry..entry + 1;
-        let one = projections.each_mut().map(|Projected { x, w, bias, y }| Projected {
-            x: x.slice_move(s![entry.clone(), .., ..]),
-            w,
-            bias: *bias,
-            y: y.slice_mut(s![entry.clone(), .., ..]),
+        let one = projections.each_mut().map(|projection| {
+            projection.as_mut().map(|Projected { x, w, bias, y }| Projected {
+                x: x.slice_move(s![entry.clone(), .., ..]),
+                w,
+                bias: *bias,
+                y: y.slice_mut(s![entry.clone(), .., ..]),
+            })
         });
         deal(kernels, one, scratch);
     }
 }
 
-fn deal<T: Element, const N: usize>(
-    kernels: &Kernels<T>,
-    projections: [Projected<'_, T>; N],
-    scratch: &mut Vec<Vec<T>>,
-) {
+fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
     let mut work = 0.0;
     let mut items = 0;
-    let jobs = projections.map(|Projected { x, w, bias, y }| {
+    let jobs = projections.map(|projection| {
+        let Projected { x, w, bias, y } = projection?;
         work += 2.0 * x.len() as f64 * w.ncols() as f64 + FLOP_PER_WEIGHT * w.len() as f64;
-        let linear = flatten(x).map(|x| Linear { x, w: w.view(), bias: bias.map(|bias| bias.view()) });
-        let blocks = flatten_mut(y).map(|y| Blocks::new(y, BLOCK_ROWS, BLOCK_COLUMNS));
-        items += blocks.as_ref().map_or(0, Blocks::len);
-        (linear, blocks)
+        let linear = Linear { x: flatten(x)?, w: w.view(), bias: bias.map(|bias| bias.view()) };
+        let blocks = Blocks::new(flatten_mut(y)?, BLOCK_ROWS, BLOCK_COLUMNS);
+        items += blocks.len();
+        Some((linear, blocks))
     });
     let workers = parallel::workers(work, items);
     if scratch.len() < workers {
         scratch.resize_with(workers, Vec::new);
     }
     parallel::for_each_worker(&mut scratch[..workers], |scratch| {
-        for job in &jobs {
-            let (Some(linear), Some(blocks)) = job else { continue };
+        for (linear, blocks) in jobs.iter().flatten() {
             while let Some(part) = blocks.next() {
                 kernels.linear_block(linear, part.rows, part.columns, part.view, scratch);
             }

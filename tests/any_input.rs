@@ -37,7 +37,7 @@ fn agree_on(call: &impl Call, out: &[usize], scores: [usize; 4]) {
         let text = verdict.map_err(|error| error.to_string());
         assert!(text.as_ref().err().is_none_or(|text| text.contains(": expected ")), "{text:?}");
         if way.keep == Keep::Nothing {
-            let into = call.out_into(way).map(|out| drop(out)).map_err(|error| error.to_string());
+            let into = call.out_into(way).map(drop).map_err(|error| error.to_string());
             assert_eq!(into, text, "{way}");
         }
         verdicts.push((way.precision, text));

@@ -96,9 +96,9 @@ pub fn forward<T: Element>(
     v: &ArrayRef4<T>,
     options: &Options<'_, T>,
 ) -> Result<Attended<T>> {
-    let problem = Problem::new(q, k, v, options)?;
-    let [batch, heads, q_len, kv_len] = problem.dims.scores();
-    let shape = (batch, heads, q_len, problem.dims.value_dim);
+    let dims = T::check([q, k, v], options)?;
+    let [batch, heads, q_len, kv_len] = dims.scores();
+    let shape = (batch, heads, q_len, dims.value_dim);
     let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?;
     let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
     let mut weights = match options.keeps_weights() {
@@ -110,13 +110,8 @@ pub fn forward<T: Element>(
         lse: Some(lse.view_mut()),
         weights: weights.as_mut().map(|weights| weights.view_mut()),
     };
-    run(&problem, options, outputs, &mut Workspace::new())?;
+    T::attend([q, k, v], options, outputs, &mut Workspace::new())?;
     Ok(Attended { context, lse, weights })
-}
-
-/// Checks what [`forward`] would check of the options, before there are queries, keys and values.
-pub(crate) fn check<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
-    Rules::new(dims, options).map(drop)
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
@@ -142,22 +137,11 @@ pub fn forward_into<T: Element>(
     context: &mut ArrayRef4<T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let problem = Problem::new(q, k, v, options)?;
-    let [batch, heads, q_len, _] = problem.dims.scores();
-    let expected = [Some(batch), Some(heads), Some(q_len), Some(problem.dims.value_dim)];
+    let dims = T::check([q, k, v], options)?;
+    let expected = [Some(dims.batch), Some(dims.num_heads), Some(dims.q_len), Some(dims.value_dim)];
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
     let outputs = Outputs { context: context.view_mut(), lse: None, weights: None };
-    run(&problem, options, outputs, workspace)
-}
-
-/// [`forward`] into arrays that a layer laid out.
-pub(crate) fn forward_to<T: Element>(
-    [q, k, v]: [&ArrayRef4<T>; 3],
-    options: &Options<'_, T>,
-    outputs: Outputs<'_, T>,
-    workspace: &mut Workspace<T>,
-) -> Result<()> {
-    run(&Problem::new(q, k, v, options)?, options, outputs, workspace)
+    T::attend([q, k, v], options, outputs, workspace)
 }
 
 /// The arrays that a path fills, each element of them.
@@ -170,26 +154,32 @@ pub(crate) struct Outputs<'a, T> {
     pub(crate) weights: Option<ArrayViewMut4<'a, T>>,
 }
 
-fn run<T: Element>(
-    problem: &Problem<'_, T>,
+/// The body of [`Compiled::check`](crate::compiled::Compiled::check).
+pub(crate) fn check<T: Element>([q, k, v]: [&ArrayRef4<T>; 3], options: &Options<'_, T>) -> Result<Dims> {
+    options.chosen_path()?;
+    Ok(Problem::new(q, k, v, options)?.dims)
+}
+
+/// The body of [`Compiled::check_rules`](crate::compiled::Compiled::check_rules).
+pub(crate) fn check_rules<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
+    options.chosen_path()?;
+    Rules::new(dims, options).map(drop)
+}
+
+/// The body of [`Compiled::attend`](crate::compiled::Compiled::attend).
+pub(crate) fn attend<T: Element>(
+    [q, k, v]: [&ArrayRef4<T>; 3],
     options: &Options<'_, T>,
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let Outputs { context, lse, mut weights } = outputs;
-    let outputs = Outputs { context, lse, weights: weights.as_mut().map(|weights| weights.view_mut()) };
+    let problem = Problem::new(q, k, v, options)?;
     match options.chosen_path()? {
-        Path::Reference => reference::forward(problem, outputs)?,
-        Path::Dense => dense::forward(problem, outputs)?,
-        Path::Auto | Path::Tiled => forward::forward(problem, options, outputs, workspace),
-    }
-    if let Some(weights) = &mut weights {
-        // w = exp(s - lse) of a row that sees a NaN is NaN throughout, hidden pairs included.
-        for mut row in weights.rows_mut() {
-            if row.iter().any(|w| w.is_nan()) {
-                row.fill(T::nan());
-            }
+        Path::Reference => reference::forward(&problem, outputs),
+        Path::Dense => dense::forward(&problem, outputs),
+        Path::Auto | Path::Tiled => {
+            forward::forward(&problem, options, outputs, workspace);
+            Ok(())
         }
     }
-    Ok(())
 }

@@ -6,11 +6,11 @@ use ndarray::{
 };
 
 use super::{Config, MultiHeadAttention, Weights};
-use crate::attention::{self, Dims, LayerBuffers, Options, Outputs, Workspace};
+use crate::attention::{Dims, LayerBuffers, Options, Outputs, Workspace};
 use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::Level;
-use crate::linear::{Projected, project};
+use crate::linear::Projected;
 use crate::mask::Mask;
 
 /// An input with or without a batch axis: `[batch, len, width]` or `[len, width]`.
@@ -238,7 +238,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let kv_len = key.len_of(Axis(1));
         let expected = [Some(batch), Some(kv_len), Some(config.v_dim)];
         check_shape("value", "[batch, kv_len, v_dim]", expected, value.shape())?;
-        attention::check(self.dims(batch, q_len, kv_len), &self.options(options))?;
+        T::check_rules(self.dims(batch, q_len, kv_len), &self.options(options))?;
         Ok((batch, q_len, d_model))
     }
 
@@ -267,7 +267,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
         let (batch, q_len, _) = inputs.query.dim();
         let kv_len = inputs.key.len_of(Axis(1));
-        let kernels = T::kernels(options.level.unwrap_or_else(Level::best));
+        let level = options.level.unwrap_or_else(Level::best);
 
         let LayerBuffers { q, k, v, context, mut scratch } = std::mem::take(&mut workspace.layer);
         let [mut q, mut k, mut v] = [
@@ -276,11 +276,11 @@ impl<T: Element> MultiHeadAttention<T> {
             reused("v", "[batch, kv_len, num_kv_heads * value_dim]", (batch, kv_len, w_v.ncols()), v)?,
         ];
         let projections = [
-            Projected { x: inputs.query, w: w_q, bias: b_q.as_ref(), y: q.view_mut() },
-            Projected { x: inputs.key, w: w_k, bias: b_k.as_ref(), y: k.view_mut() },
-            Projected { x: inputs.value, w: w_v, bias: b_v.as_ref(), y: v.view_mut() },
+            Some(Projected { x: inputs.query, w: w_q, bias: b_q.as_ref(), y: q.view_mut() }),
+            Some(Projected { x: inputs.key, w: w_k, bias: b_k.as_ref(), y: k.view_mut() }),
+            Some(Projected { x: inputs.value, w: w_v, bias: b_v.as_ref(), y: v.view_mut() }),
         ];
-        project(kernels, projections, &mut scratch);
+        T::project(level, projections, &mut scratch);
 
         // Heads are split and merged by strides: the heads of a token lie side by side.
         let q = by_head(q, num_heads, *head_dim)?;
@@ -290,12 +290,12 @@ impl<T: Element> MultiHeadAttention<T> {
         let context = reused("context", "[batch, q_len, num_heads * value_dim]", (batch, q_len, width), context)?;
         let mut context = by_head(context, num_heads, *value_dim)?;
         let outputs = Outputs { context: context.view_mut(), lse, weights };
-        attention::forward_to([&q, &k, &v], &self.options(options), outputs, workspace)?;
+        T::attend([&q, &k, &v], &self.options(options), outputs, workspace)?;
 
         let merged = context.permuted_axes([0, 2, 1, 3]);
         let merged = merged.into_shape_with_order((batch, q_len, width)).map_err(too_long)?;
         let back = Projected { x: merged.view(), w: w_o, bias: b_o.as_ref(), y: output };
-        project(kernels, [back], &mut scratch);
+        T::project(level, [Some(back), None, None], &mut scratch);
 
         let memory = |array: Array4<T>| array.into_raw_vec_and_offset().0;
         let context = merged.into_raw_vec_and_offset().0;

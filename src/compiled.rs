@@ -1,0 +1,61 @@
+//! What is compiled once, in this crate, and not again in every crate that calls it.
+//!
+//! Generic functions are compiled where they are used. The bodies of these methods belong to `f32` and `f64` and to no
+//! type parameter, so the paths and kernels below them are part of this crate's own object code: programs that use the
+//! crate compile in the time that their own code takes.
+
+use ndarray::ArrayRef4;
+
+use crate::attention::{self, Dims, Options, Outputs, Workspace};
+use crate::error::Result;
+use crate::kernels::{Level, Real};
+use crate::linear::{self, Projected};
+
+/// The entry points of the heavy code.
+pub(crate) trait Compiled: Real {
+    /// Checks all arguments of a call; returns its lengths.
+    fn check(qkv: [&ArrayRef4<Self>; 3], options: &Options<'_, Self>) -> Result<Dims>;
+
+    /// Checks what can be checked before there are queries, keys and values.
+    fn check_rules(dims: Dims, options: &Options<'_, Self>) -> Result<()>;
+
+    /// Attention into outputs whose shapes are those of the call.
+    fn attend(
+        qkv: [&ArrayRef4<Self>; 3],
+        options: &Options<'_, Self>,
+        outputs: Outputs<'_, Self>,
+        workspace: &mut Workspace<Self>,
+    ) -> Result<()>;
+
+    /// Projections, together.
+    fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
+}
+
+macro_rules! compiled {
+    ($($t:ty),*) => {$(
+        impl Compiled for $t {
+            fn check(qkv: [&ArrayRef4<Self>; 3], options: &Options<'_, Self>) -> Result<Dims> {
+                attention::check(qkv, options)
+            }
+
+            fn check_rules(dims: Dims, options: &Options<'_, Self>) -> Result<()> {
+                attention::check_rules(dims, options)
+            }
+
+            fn attend(
+                qkv: [&ArrayRef4<Self>; 3],
+                options: &Options<'_, Self>,
+                outputs: Outputs<'_, Self>,
+                workspace: &mut Workspace<Self>,
+            ) -> Result<()> {
+                attention::attend(qkv, options, outputs, workspace)
+            }
+
+            fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {
+                linear::project(Self::kernels(level), projections, scratch);
+            }
+        }
+    )*};
+}
+
+compiled!(f32, f64);
