@@ -13,6 +13,10 @@ use super::PANEL;
 use super::simd::{Block, Simd};
 use num_traits::Zero;
 
+/// How many rows ahead of a copy the cache is told what will be read: a part of a wide matrix is a few lines per row,
+/// too short for the hardware to notice a stream.
+const AHEAD: usize = 8;
+
 /// A strided matrix and where its copy goes. Strides count elements and may be negative.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pack<T> {
@@ -24,13 +28,11 @@ pub(crate) struct Pack<T> {
     pub(crate) to: *mut T,
 }
 
-impl<T: Copy> Pack<T> {
-    /// # Safety
-    /// The element must exist and be readable.
+impl<T> Pack<T> {
+    /// Where an element is, if it exists.
     #[inline(always)]
-    unsafe fn read(&self, row: usize, column: usize) -> T {
-        // SAFETY: by this function's contract. An index below a dimension times its stride does not overflow.
-        unsafe { *self.from.offset(row as isize * self.row + column as isize * self.column) }
+    fn at(&self, row: usize, column: usize) -> *const T {
+        self.from.wrapping_offset(row as isize * self.row + column as isize * self.column)
     }
 }
 
@@ -50,7 +52,7 @@ pub(crate) unsafe fn panels<S: Simd>(s: S, a: &Pack<S::Elem>) {
                 while a.columns - column >= S::LANES {
                     for lane in (0..PANEL).step_by(S::LANES) {
                         s.transpose_block(Block {
-                            from: a.from.wrapping_offset((first + lane) as isize * a.row + column as isize),
+                            from: a.at(first + lane, column),
                             from_row: a.row,
                             rows: rows.saturating_sub(lane),
                             to: to.add(column * PANEL + lane),
@@ -62,7 +64,7 @@ pub(crate) unsafe fn panels<S: Simd>(s: S, a: &Pack<S::Elem>) {
             }
             for column in column..a.columns {
                 for lane in 0..PANEL {
-                    let x = if lane < rows { a.read(first + lane, column) } else { S::Elem::zero() };
+                    let x = if lane < rows { *a.at(first + lane, column) } else { S::Elem::zero() };
                     *to.add(column * PANEL + lane) = x;
                 }
             }
@@ -77,32 +79,42 @@ pub(crate) unsafe fn panels<S: Simd>(s: S, a: &Pack<S::Elem>) {
 #[inline(always)]
 pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
     let width = a.columns.next_multiple_of(PANEL);
-    // Zero times a number is zero if the number is finite and NaN if it is not, and NaN stays in the sum.
-    let mut products = s.zero();
+    // Zero times a number is zero if the number is finite and NaN if it is not, and NaN stays in the sum. Four sums,
+    // because one would make every vector wait for the one before.
+    let mut products = [s.zero(); 4];
     for row in 0..a.rows.next_multiple_of(PANEL) {
-        for column in (0..width).step_by(S::LANES) {
-            let lanes = if row < a.rows { a.columns.saturating_sub(column).min(S::LANES) } else { 0 };
-            // SAFETY: the target has this row and `width` columns; `lanes` ends at the last column of the source.
-            unsafe {
-                let to = a.to.add(row * width + column);
-                let from = a.from.wrapping_offset(row as isize * a.row + column as isize * a.column);
-                let v = if lanes == 0 {
-                    s.zero()
-                } else if a.column == 1 && lanes == S::LANES {
-                    s.load(from)
-                } else if a.column == 1 {
-                    s.load_partial(from, lanes)
+        let columns = if row < a.rows { a.columns } else { 0 };
+        let to = a.to.wrapping_add(row * width);
+        let mut column = 0;
+        // SAFETY: row and column exist in the source as long as column < columns, and in the target as long as column <
+        // width (contract); `lanes` ends at the last column of the source.
+        unsafe {
+            while a.column == 1 && columns - column >= 4 * S::LANES {
+                for v in 0..4 {
+                    let x = s.load(a.at(row, column));
+                    s.prefetch(a.at(row + AHEAD, column));
+                    products[v] = s.fma(x, s.zero(), products[v]);
+                    s.store(to.add(column), x);
+                    column += S::LANES;
+                }
+            }
+            while column < width {
+                let lanes = columns.saturating_sub(column).min(S::LANES);
+                let x = if a.column == 1 {
+                    s.load_partial(a.at(row, column), lanes)
                 } else {
                     for lane in 0..lanes {
-                        *to.add(lane) = a.read(row, column + lane);
+                        *to.add(column + lane) = *a.at(row, column + lane);
                     }
-                    s.load_partial(to, lanes)
+                    s.load_partial(to.add(column), lanes)
                 };
-                products = s.fma(v, s.zero(), products);
-                s.store(to, v);
+                products[0] = s.fma(x, s.zero(), products[0]);
+                s.store(to.add(column), x);
+                column += S::LANES;
             }
         }
     }
+    let products = s.add(s.add(products[0], products[1]), s.add(products[2], products[3]));
     s.reduce_sum(products) == S::Elem::zero()
 }
 
@@ -112,21 +124,19 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
 /// Every element of the source must be readable; the target needs `rows · columns` writable elements.
 #[inline(always)]
 pub(crate) unsafe fn scaled<S: Simd>(s: S, a: &Pack<S::Elem>, factor: S::Elem) {
+    let factors = s.splat(factor);
     for row in 0..a.rows {
-        for column in (0..a.columns).step_by(S::LANES) {
-            let lanes = S::LANES.min(a.columns - column);
-            // SAFETY: row < rows and column + lanes <= columns, in the source and in the target (contract).
-            unsafe {
-                let to = a.to.add(row * a.columns + column);
-                let from = a.from.wrapping_offset(row as isize * a.row + column as isize * a.column);
-                if a.column == 1 {
-                    let v = s.load_partial(from, lanes);
-                    s.store_partial(to, s.mul(v, s.splat(factor)), lanes);
-                } else {
-                    for lane in 0..lanes {
-                        *to.add(lane) = a.read(row, column + lane) * factor;
-                    }
-                }
+        let to = a.to.wrapping_add(row * a.columns);
+        let mut column = 0;
+        // SAFETY: row < rows and column + lanes <= columns, in the source and in the target (contract).
+        unsafe {
+            while a.column == 1 && a.columns - column >= S::LANES {
+                s.store(to.add(column), s.mul(s.load(a.at(row, column)), factors));
+                s.prefetch(a.at(row + AHEAD, column));
+                column += S::LANES;
+            }
+            for column in column..a.columns {
+                *to.add(column) = *a.at(row, column) * factor;
             }
         }
     }
