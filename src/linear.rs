@@ -80,11 +80,17 @@ fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>
     });
 }
 
-/// `[batch, len, width]` as `[batch * len, width]`, if the strides allow it.
+/// `[batch, len, width]` as `[batch * len, width]`, if the strides allow it. Without rows there is no axis to merge.
 fn flatten<T>(mut view: ArrayView3<'_, T>) -> Option<ArrayView2<'_, T>> {
+    if view.is_empty() {
+        return ArrayView2::from_shape((0, view.len_of(Axis(2))), &[]).ok();
+    }
     view.merge_axes(Axis(0), Axis(1)).then(|| view.index_axis_move(Axis(0), 0))
 }
 
 fn flatten_mut<T>(mut view: ArrayViewMut3<'_, T>) -> Option<ArrayViewMut2<'_, T>> {
+    if view.is_empty() {
+        return ArrayViewMut2::from_shape((0, view.len_of(Axis(2))), &mut []).ok();
+    }
     view.merge_axes(Axis(0), Axis(1)).then(|| view.index_axis_move(Axis(0), 0))
 }
