@@ -35,7 +35,7 @@ pub(crate) fn project<T: Element>(
     mut projections: [Option<Projected<'_, T>>; 3],
     scratch: &mut Vec<Vec<T>>,
 ) {
-    let flat = |p: &Projected<'_, T>| p.y.is_empty() || (flatten(p.x).is_some() && flatten(p.y.view()).is_some());
+    let flat = |p: &Projected<'_, T>| flatten(p.x).is_some() && flatten(p.y.view()).is_some();
     if projections.iter().flatten().all(flat) {
         return deal(kernels, projections, scratch);
     }
@@ -59,8 +59,7 @@ fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>
     let mut work = 0.0;
     let mut items = 0;
     let jobs = projections.map(|projection| {
-        // Empty arrays have no rows to merge and no work.
-        let Projected { x, w, bias, y } = projection.filter(|projection| !projection.y.is_empty())?;
+        let Projected { x, w, bias, y } = projection?;
         work += 2.0 * x.len() as f64 * w.ncols() as f64 + FLOP_PER_WEIGHT * w.len() as f64;
         let linear = Linear { x: flatten(x)?, w: w.view(), bias: bias.map(|bias| bias.view()) };
         let blocks = Blocks::new(flatten_mut(y)?, BLOCK_ROWS, BLOCK_COLUMNS);
