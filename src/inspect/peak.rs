@@ -5,40 +5,31 @@
 
 use std::time::Instant;
 
+use crate::element::Element;
 use crate::kernels::{Level, Real};
 use crate::parallel;
 
-/// Floating-point rates of all threads of the current pool together.
+/// Probes of all threads of the current pool together.
 ///
 /// ```
 /// use multihead::{inspect::Peak, Level};
-/// let peak = Peak::probe(Level::Portable);
-/// assert!(peak.gflops_f32() > 0.0);
+/// assert!(Peak::gflops::<f32>(Level::Portable) > 0.0);
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Peak {
-    gflops_f32: f64,
-    gflops_f64: f64,
-}
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peak;
 
-/// A probe lasts about a millisecond: long against the waking of threads, short against the machine's moods.
+/// Steps of a probe that lasts about a millisecond: long against the waking of threads, short against the machine's
+/// moods.
 const STEPS: usize = 1 << 18;
 
 impl Peak {
-    /// Runs fused multiply-adds on registers, on every thread of the current pool at once. A level that this CPU does
-    /// not have counts as portable.
-    pub fn probe(level: Level) -> Self {
-        Self { gflops_f32: gflops::<f32>(level), gflops_f64: gflops::<f64>(level) }
-    }
-
-    /// Billions of `f32` operations a second; a multiply-add counts as two.
-    pub fn gflops_f32(&self) -> f64 {
-        self.gflops_f32
-    }
-
-    /// Billions of `f64` operations a second.
-    pub fn gflops_f64(&self) -> f64 {
-        self.gflops_f64
+    /// Billions of floating-point operations a second, by fused multiply-adds (each counts as two) on registers, on every
+    /// thread at once. A level that this CPU does not have counts as portable.
+    pub fn gflops<T: Element>(level: Level) -> f64 {
+        let kernels = T::kernels(level);
+        let mut sums = vec![T::zero(); parallel::workers(f64::MAX, usize::MAX)];
+        let seconds = best_of(2, || parallel::for_each_worker(&mut sums, |sum| *sum = kernels.multiply_adds(STEPS)));
+        (sums.len() * kernels.multiply_adds_flop(STEPS)) as f64 / seconds / 1e9
     }
 
     /// Billions of bytes a second that all threads of the pool together read from a buffer of `bytes` bytes.
@@ -50,13 +41,6 @@ impl Peak {
         let seconds = best_of(5, || parallel::for_each_worker(&mut parts, |(part, sum)| *sum = kernels.read_all(part)));
         (buffer.len() * size_of::<f32>()) as f64 / seconds / 1e9
     }
-}
-
-fn gflops<T: Real>(level: Level) -> f64 {
-    let kernels = T::kernels(level);
-    let mut sums = vec![T::zero(); parallel::workers(f64::MAX, usize::MAX)];
-    let seconds = best_of(2, || parallel::for_each_worker(&mut sums, |sum| *sum = kernels.multiply_adds(STEPS)));
-    (sums.len() * kernels.multiply_adds_flop(STEPS)) as f64 / seconds / 1e9
 }
 
 /// The shortest of several runs: a probe can be disturbed and cannot be too fast.
