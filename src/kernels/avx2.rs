@@ -75,10 +75,6 @@ impl Simd for Avx2<f32> {
         };
     }
 
-    vector_ops! {
-        prefetch(p: *const f32) -> () = _mm_prefetch::<_MM_HINT_T0>(p.cast());
-    }
-
     memory_ops! {
         load(p: *const f32) -> __m256 = _mm256_loadu_ps(p);
         store(p: *mut f32, v: __m256) -> () = _mm256_storeu_ps(p, v);
@@ -141,10 +137,6 @@ impl Simd for Avx2<f64> {
             let v = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd::<1>(v));
             _mm_cvtsd_f64(_mm_max_sd(v, _mm_unpackhi_pd(v, v)))
         };
-    }
-
-    vector_ops! {
-        prefetch(p: *const f64) -> () = _mm_prefetch::<_MM_HINT_T0>(p.cast());
     }
 
     memory_ops! {

@@ -53,10 +53,6 @@ impl Simd for Avx512<f32> {
         reduce_max(v: __m512) -> f32 = _mm512_reduce_max_ps(v);
     }
 
-    vector_ops! {
-        prefetch(p: *const f32) -> () = _mm_prefetch::<_MM_HINT_T0>(p.cast());
-    }
-
     memory_ops! {
         load(p: *const f32) -> __m512 = _mm512_loadu_ps(p);
         store(p: *mut f32, v: __m512) -> () = _mm512_storeu_ps(p, v);
@@ -110,10 +106,6 @@ impl Simd for Avx512<f64> {
         };
         reduce_sum(v: __m512d) -> f64 = _mm512_reduce_add_pd(v);
         reduce_max(v: __m512d) -> f64 = _mm512_reduce_max_pd(v);
-    }
-
-    vector_ops! {
-        prefetch(p: *const f64) -> () = _mm_prefetch::<_MM_HINT_T0>(p.cast());
     }
 
     memory_ops! {

@@ -13,10 +13,6 @@ use super::PANEL;
 use super::simd::{Block, Simd};
 use num_traits::Zero;
 
-/// How many rows ahead of a copy the cache is told what will be read: a part of a wide matrix is a few lines per row,
-/// too short for the hardware to notice a stream.
-const AHEAD: usize = 8;
-
 /// A strided matrix and where its copy goes. Strides count elements and may be negative.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pack<T> {
@@ -92,7 +88,6 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
             while a.column == 1 && columns - column >= 4 * S::LANES {
                 for v in 0..4 {
                     let x = s.load(a.at(row, column));
-                    s.prefetch(a.at(row + AHEAD, column));
                     products[v] = s.fma(x, s.zero(), products[v]);
                     s.store(to.add(column), x);
                     column += S::LANES;
@@ -132,7 +127,6 @@ pub(crate) unsafe fn scaled<S: Simd>(s: S, a: &Pack<S::Elem>, factor: S::Elem) {
         unsafe {
             while a.column == 1 && a.columns - column >= S::LANES {
                 s.store(to.add(column), s.mul(s.load(a.at(row, column)), factors));
-                s.prefetch(a.at(row + AHEAD, column));
                 column += S::LANES;
             }
             for column in column..a.columns {

@@ -73,12 +73,6 @@ pub(crate) trait Simd: Copy {
     /// `n <= LANES`, and `p` must be valid for writing `n` elements.
     unsafe fn store_partial(self, p: *mut Self::Elem, v: Self::V, n: usize);
 
-    /// Asks for the cache line at `p`, which may be any address. Does nothing where the instruction is not at hand.
-    #[inline(always)]
-    fn prefetch(self, p: *const Self::Elem) {
-        let _ = p;
-    }
-
     /// Transposes a block of `LANES x LANES`: [`transpose`] with the constant filled in.
     ///
     /// # Safety

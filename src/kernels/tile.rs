@@ -113,8 +113,6 @@ unsafe fn block<S: Simd, const MR: usize, const NV: usize, const EDGE: bool>(s: 
                 for v in 0..NV {
                     let c = t.c.add(i * t.c_row + column + v * S::LANES);
                     sum[i][v] = if lanes(v) == S::LANES { s.load(c) } else { s.load_partial(c, lanes(v)) };
-                    // The next call is most often for the rows below.
-                    s.prefetch(c.wrapping_add(MR * t.c_row));
                 }
             }
         }
