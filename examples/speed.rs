@@ -182,12 +182,7 @@ fn mask(case: &Case, q_len: usize, kv_len: usize) -> Outcome<Mask> {
 
 /// Visible pairs of one head, over all batch entries.
 fn pairs(mask: &Mask, batch: usize, q_len: usize, kv_len: usize) -> Outcome<f64> {
-    if mask.is_none() {
-        return Ok(batch as f64 * q_len as f64 * kv_len as f64);
-    }
-    let bound = mask.bind(batch, 1, q_len, kv_len)?;
-    let visible = |b| (0..q_len).map(|i| bound.visible_keys(b, 0, i) as f64).sum::<f64>();
-    Ok((0..batch).map(visible).sum())
+    Ok(mask.bind(batch, 1, q_len, kv_len)?.visible_pairs() as f64)
 }
 
 impl<T: Element> Attention<T> {

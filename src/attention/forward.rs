@@ -160,7 +160,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
 
     /// `[rows][head_dim]`, in binary units: `2^s` stands where the formula has `e^s`.
     fn pack_queries(&self, queries: &mut [T]) {
-        let factor = T::from_f64(self.problem.rules.scale.into_f64() * std::f64::consts::LOG2_E);
+        let factor = in_binary_units(self.problem.rules.scale);
         let q = self.problem.q.index_axis(Axis(0), self.block.entry());
         let head_dim = self.problem.dims.head_dim;
         if self.group == 1 {
@@ -224,7 +224,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         let mut total = sum_of_16(sums);
         let mut reference = maximum;
         if let Some(sink) = sink {
-            let sink = sink * T::from_f64(std::f64::consts::LOG2_E);
+            let sink = in_binary_units(sink);
             reference = maximum.max(sink);
             let shrink = (maximum - reference).exp2();
             total = total * shrink + (sink - reference).exp2();
@@ -232,11 +232,19 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         }
         self.kernels.divide(context, total);
         let lse = match self.block.wants_lse() {
+            // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
+            true if total == T::zero() => T::nan(),
             true => (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2),
             false => T::zero(),
         };
         self.block.write(head, i, context, lse);
     }
+}
+
+/// `x * log2(e)`, rounded once; a finite number stays finite.
+fn in_binary_units<T: Element>(x: T) -> T {
+    let binary = T::from_f64(x.into_f64() * std::f64::consts::LOG2_E);
+    if x.is_finite() { binary.max(T::min_value()).min(T::max_value()) } else { binary }
 }
 
 /// The sum of 16 partial sums, by halves: the order is fixed, and few additions wait for each other.

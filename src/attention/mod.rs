@@ -174,6 +174,10 @@ pub(crate) fn attend<T: Element>(
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
     let problem = Problem::new(q, k, v, options)?;
+    if problem.dims.batch == 0 || problem.dims.q_len == 0 {
+        // Nothing to fill, however many heads a broadcast view claims to have.
+        return Ok(());
+    }
     match options.chosen_path()? {
         Path::Reference => reference::forward(&problem, outputs),
         Path::Dense => dense::forward(&problem, outputs),

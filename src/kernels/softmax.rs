@@ -80,7 +80,7 @@ unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
             let p = a.p.add(row * KEYS + key);
             let mut x = s.load(p);
             if let Some(cap) = a.softcap {
-                let cap = s.splat(cap * S::Elem::LOG2_E);
+                let cap = s.splat((cap * S::Elem::LOG2_E).min(S::Elem::max_value()));
                 x = s.mul(cap, tanh(s, s.div(x, cap)));
             }
             if !a.bias.is_null() {

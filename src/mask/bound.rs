@@ -71,7 +71,8 @@ impl<'a> BoundMask<'a> {
     /// What the queries `rows` may see of the keys `keys`. `Some` may be answered where all or nothing would be
     /// right for a dense mask; `Nothing` and `All` are always right.
     pub fn tile(&self, entry: usize, head: usize, rows: Range<usize>, keys: Range<usize>) -> Visibility {
-        self.head(entry, head).tile(rows, keys)
+        let [_, _, q_len, kv_len] = self.dims;
+        self.head(entry, head).tile(rows.start..rows.end.min(q_len), keys.start..keys.end.min(kv_len))
     }
 
     /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
@@ -94,11 +95,6 @@ impl<'a> BoundMask<'a> {
         let pairs = (0..entries).map(|entry| self.head(entry, 0).interval.pairs(q_len)).fold(0, u64::saturating_add);
         let times = (heads as u64).saturating_mul((batch / entries.max(1)) as u64);
         pairs.saturating_mul(times)
-    }
-
-    /// How many keys query i of batch entry `entry` and head `head` may attend to.
-    pub fn visible_keys(&self, entry: usize, head: usize, i: usize) -> usize {
-        self.head(entry, head).runs(i).map(|run| run.len()).sum()
     }
 
     /// `[batch, num_heads, q_len, kv_len]`, `true` where a pair is visible.
