@@ -76,17 +76,12 @@ def sums(result):
     return sums_of([result.numpy()])
 
 
-def added_mask(case, with_causal):
-    """Bias and mask as one additive array [1, 1 or heads, q_len, kv_len]; None if there is nothing to add."""
+def added_mask(case):
+    """Bias and mask as one additive array [1, 1, q_len, kv_len]; None if there is nothing to add."""
     keep, added = cases.keep_mask(case), cases.bias_array(case)
-    if with_causal:
-        rule = cases.causal_mask(case)
-        keep = rule if keep is None else keep & rule
-    if keep is None:
-        return added
-    if added is None:
-        added = np.zeros((1, 1, *keep.shape), np.float32)
-    return np.where(keep, added, np.float32(MASKED)).astype(np.float32)
+    if keep is not None:
+        added = np.where(keep, np.float32(0) if added is None else added, np.float32(MASKED))
+    return None if added is None else added[None, None].astype(np.float32)
 
 
 def attend_mha(graph, case, q, k, v):
@@ -101,7 +96,7 @@ def attend_mha(graph, case, q, k, v):
         mask = np.broadcast_to(kept, (case["batch"], kept.size)).astype(np.int32)
         inputs[4] = graph.feed("key_padding_mask", mask)
     else:
-        added = added_mask(case, False)
+        added = added_mask(case)
         if added is not None:
             inputs[5] = graph.feed("attention_bias", added)
     while inputs[-1] == "":
@@ -118,7 +113,7 @@ def attend_gqa(graph, case, q, k, v):
     inputs = [q, k, v, "", "",
               graph.feed("seqlens_k", np.full(case["batch"], kv_len - 1, np.int32)),
               graph.constant("total", np.array(kv_len, np.int32)), "", "", ""]
-    added = added_mask(case, False)
+    added = added_mask(case)
     if added is not None:
         inputs.append(graph.feed("attention_bias", added))
     while inputs[-1] == "":
@@ -130,9 +125,9 @@ def attend_gqa(graph, case, q, k, v):
 def attend_standard(graph, case, q, k, v):
     """Attention of the standard operator set."""
     inputs = [q, k, v]
-    added = added_mask(case, False)
+    added = added_mask(case)
     if added is not None:
-        inputs.append(graph.feed("attn_mask", added[0, 0] if added.shape[1] == 1 else added))
+        inputs.append(graph.feed("attn_mask", added[0, 0]))
     return graph.node("Attention", inputs, "context", q_num_heads=case["heads"],
                       kv_num_heads=case["kv_heads"], is_causal=int(bool(case.get("causal"))))
 

@@ -34,7 +34,7 @@ def masks_of(case):
         forms.append(("bool mask", torch.from_numpy(keep)[None, None], False))
     added = torch.zeros(1, 1, q_len, kv_len, dtype=dtype)
     if bias is not None:
-        added = torch.from_numpy(bias)
+        added = torch.from_numpy(bias)[None, None]
     if keep is not None:
         added = added.masked_fill(~torch.from_numpy(keep)[None, None], float("-inf"))
     forms.append(("additive mask", added, False))
@@ -78,8 +78,6 @@ def module_calls(case):
             if causal:
                 mask = ~torch.from_numpy(cases.causal_mask(case))
             elif mask is not None:
-                if mask.shape[1] != 1:
-                    raise Unsupported("a bias per head in nn.MultiheadAttention")
                 mask = ~mask[0, 0] if mask.dtype == torch.bool else mask[0, 0]
 
             def run(module=module, mask=mask, causal=causal):
