@@ -18,6 +18,7 @@
 //!
 //! The loops are those of GotoBLAS (Goto and van de Geijn, 2008).
 
+use super::dots::{Dots, MAX_DOT_ROWS};
 use super::real::Real;
 use super::scratch::aligned;
 use super::table::Kernels;
@@ -71,17 +72,57 @@ impl<T: Real> Kernels<T> {
         if out.is_empty() {
             return;
         }
-        if !has_rows(&out) {
+        // Decided by the whole of `x`, because inner products add in another order: the cut must not choose.
+        let form = if linear.x.nrows() <= FEW_ROWS && is_unit(&w, 0) && is_forward(&w) {
+            Self::inner_products
+        } else {
+            Self::tiles
+        };
+        if has_rows(&out) {
+            form(self, x, w, bias, out, scratch);
+        } else {
             let mut copy = Array2::zeros(out.dim());
-            self.sum(x, w, bias, copy.view_mut(), scratch);
+            form(self, x, w, bias, copy.view_mut(), scratch);
             out.assign(&copy);
-            return;
         }
-        self.sum(x, w, bias, out, scratch);
     }
 
-    /// The same for whole operands and an output whose rows are contiguous.
-    fn sum(
+    /// Few rows and a transposed `w`, for an output whose rows are contiguous.
+    fn inner_products(
+        &self,
+        x: ArrayView2<'_, T>,
+        w: ArrayView2<'_, T>,
+        bias: Option<ArrayView1<'_, T>>,
+        mut out: ArrayViewMut2<'_, T>,
+        scratch: &mut Vec<T>,
+    ) {
+        let start = begin(&mut out, bias);
+        let copy = aligned(scratch, x.len());
+        let x = if is_unit(&x, 1) && is_forward(&x) { x } else { self.contiguous(x, copy) };
+        let (k, n) = w.dim();
+        let [a_row, c_row] = [x.strides()[0], out.strides()[0]].map(isize::unsigned_abs);
+        for rows in chunks(0..x.nrows(), MAX_DOT_ROWS) {
+            // SAFETY: `rows` are 1 to 3 rows of `x` and `out`, contiguous both; the columns of `w` are contiguous
+            // (checked by the caller), and all strides are from 0 on.
+            unsafe {
+                (self.dots)(&Dots {
+                    rows: rows.len(),
+                    n,
+                    k,
+                    a: x.as_ptr().add(rows.start * a_row),
+                    a_row,
+                    b: w.as_ptr(),
+                    b_row: w.strides()[1].unsigned_abs(),
+                    c: out.as_mut_ptr().add(rows.start * c_row),
+                    c_row,
+                    start,
+                });
+            }
+        }
+    }
+
+    /// Everything else, for an output whose rows are contiguous.
+    fn tiles(
         &self,
         x: ArrayView2<'_, T>,
         w: ArrayView2<'_, T>,
@@ -90,11 +131,8 @@ impl<T: Real> Kernels<T> {
         scratch: &mut Vec<T>,
     ) {
         let (depth, columns) = w.dim();
-        let mut start = Start::Zero;
-        if let Some(bias) = bias {
-            out.assign(&bias);
-            start = Start::Add;
-        } else if depth == 0 {
+        let mut start = begin(&mut out, bias);
+        if depth == 0 && start == Start::Zero {
             out.fill(T::zero());
         }
         // The micro-kernel reads to the end of a panel, so the columns of a last, partial one are packed in any case.
@@ -130,6 +168,11 @@ impl<T: Real> Kernels<T> {
         if walkable && (x.nrows() <= FEW_ROWS || columns <= NARROW) {
             return x;
         }
+        self.contiguous(x, copy)
+    }
+
+    /// A copy with contiguous rows.
+    fn contiguous<'a>(&self, x: ArrayView2<'a, T>, copy: &'a mut [T]) -> ArrayView2<'a, T> {
         let copy = &mut copy[..x.len()];
         self.pack_scaled(x, T::one(), copy);
         // The length is right by construction; the uncopied view is what is left to return.
@@ -182,6 +225,13 @@ impl<T: Real> Kernels<T> {
             }
         }
     }
+}
+
+/// Puts the bias into `out`, if there is one, and says what the sums begin with.
+fn begin<T: Real>(out: &mut ArrayViewMut2<'_, T>, bias: Option<ArrayView1<'_, T>>) -> Start {
+    let Some(bias) = bias else { return Start::Zero };
+    out.assign(&bias);
+    Start::Add
 }
 
 /// Columns in panels of 16, as `tile.rs` describes `b`.

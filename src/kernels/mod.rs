@@ -10,6 +10,7 @@
 //! | `avx512.rs`, `avx2.rs`, `portable.rs` | the vector types |
 //! | `exp.rs` | `2^x` and `tanh(x)` |
 //! | `tile.rs` | products: a few rows in registers |
+//! | `dots.rs` | products of few rows with a matrix stored transposed |
 //! | `pack.rs` | copies into the layouts that products read |
 //! | `softmax.rs` | one step of the online softmax |
 //! | `values.rs` | probabilities times values that are not finite |
@@ -28,6 +29,7 @@
 mod blocks;
 mod deal;
 mod divide;
+mod dots;
 mod exp;
 mod gemm;
 mod level;

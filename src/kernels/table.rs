@@ -1,5 +1,6 @@
 //! The kernels of each level: the generic bodies, compiled with the instructions of that level, behind function pointers.
 
+use super::dots::{self, Dots};
 use super::level::Level;
 use super::pack::{self, Pack};
 use super::portable::Portable;
@@ -17,6 +18,7 @@ use ndarray::ArrayView2;
 pub(crate) struct Kernels<T: 'static> {
     level: Level,
     pub(super) tile: unsafe fn(&Tile<T>),
+    pub(super) dots: unsafe fn(&Dots<T>),
     pub(super) softmax: unsafe fn(&Softmax<T>),
     pub(super) values: unsafe fn(&Values<T>),
     pub(super) panels: unsafe fn(&Pack<T>),
@@ -32,17 +34,18 @@ pub(crate) struct Kernels<T: 'static> {
 
 /// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
 macro_rules! level {
-    ($module:ident, $level:expr, $f32:expr, $f64:expr, NV = $nv:literal, BYTES = $bytes:literal $(, $features:literal)?) => {
+    ($module:ident, $level:expr, $f32:expr, $f64:expr, NV = $nv:literal, NR = $nr:literal, BYTES = $bytes:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
-            level!(@table F32, f32, $level, $f32, $nv, $bytes $(, $features)?);
-            level!(@table F64, f64, $level, $f64, $nv, $bytes $(, $features)?);
+            level!(@table F32, f32, $level, $f32, $nv, $nr, $bytes $(, $features)?);
+            level!(@table F64, f64, $level, $f64, $nv, $nr, $bytes $(, $features)?);
         }
     };
-    (@table $name:ident, $t:ident, $level:expr, $token:expr, $nv:literal, $bytes:literal $(, $features:literal)?) => {
+    (@table $name:ident, $t:ident, $level:expr, $token:expr, $nv:literal, $nr:literal, $bytes:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
             level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv>);
+            level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
             level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax);
             level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
             level!(@entry $token $(, $features)?, panels(a: &Pack<$t>) -> () = pack::panels);
@@ -54,7 +57,7 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
-            Kernels { level: $level, tile, softmax, values, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
+            Kernels { level: $level, tile, dots, softmax, values, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
         };
     };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
@@ -74,15 +77,16 @@ level!(
     Avx512::<f32>::assume(),
     Avx512::<f64>::assume(),
     NV = 4,
+    NR = 8,
     BYTES = 64,
     "avx512f,avx512dq,avx2,fma"
 );
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Level::Avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, BYTES = 32, "avx2,fma");
+level!(avx2, Level::Avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, NR = 4, BYTES = 32, "avx2,fma");
 #[cfg(target_arch = "aarch64")]
-level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4, BYTES = 16);
+level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4, NR = 8, BYTES = 16);
 #[cfg(not(target_arch = "aarch64"))]
-level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2, BYTES = 16);
+level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2, NR = 4, BYTES = 16);
 
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
