@@ -73,6 +73,11 @@ struct Sight {
     bits: Option<[u64; MAX_ROWS]>,
 }
 
+impl Sight {
+    /// All of a full tile.
+    const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
+}
+
 impl<'p, 'a, T: Element> Item<'p, 'a, T> {
     fn new(problem: &'p Problem<'a, T>, kernels: &'static Kernels<T>, block: Block<'p, T>) -> Self {
         let group = problem.rules.heads.group_size(block.kv_head());
@@ -119,9 +124,12 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         for tile in visible.start / KEYS..visible.end.div_ceil(KEYS) {
             let range = tile * KEYS..dims.kv_len.min((tile + 1) * KEYS);
             let mut packed = None;
+            // Most tiles are visible to all rows of the item; only the others are looked at group by group.
+            let whole = self.sees_all(range.clone());
             for row in (0..self.rows).step_by(MAX_ROWS) {
                 let rows = row..self.rows.min(row + MAX_ROWS);
-                let Some(sight) = self.sight(rows.clone(), range.clone()) else { continue };
+                let sight = if whole { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
+                let Some(sight) = sight else { continue };
                 let finite = *packed.get_or_insert_with(|| {
                     self.kernels.pack_panels(k.slice(s![range.clone(), ..]), keys);
                     match self.kernels.pack_rows(v.slice(s![range.clone(), ..]), values) {
@@ -182,6 +190,12 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
             from.copy([self.block.entry(), head, i], keys.start, visible);
             beyond.fill(T::zero());
         }
+    }
+
+    /// Whether every row sees every key of a full tile.
+    fn sees_all(&self, keys: Range<usize>) -> bool {
+        let (first, last) = (self.mask.keys(self.first), self.mask.keys(self.block.positions().end - 1));
+        keys.len() == KEYS && !self.mask.is_dense() && last.start <= keys.start && first.end >= keys.end
     }
 
     /// What the rows see of the keys `keys` of a tile, which starts at a multiple of 64; `None` if it is nothing.
