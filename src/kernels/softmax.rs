@@ -7,8 +7,8 @@
 //! l  = l · 2^(m - m') + p,   o = o · 2^(m - m')
 //! ```
 //!
-//! Shapes: `p` [rows][64] (scores in, probabilities out), `m` [rows], `l` [rows][16] (one partial sum per lane), `o`
-//! [rows][width]. The reference `m` is *lazy*: any reference gives the same quotient `o / l`, so it moves only when a
+//! Shapes: `p` `[rows][64]` (scores in, probabilities out), `m` `[rows]`, `l` `[rows][16]` (one partial sum per lane), `o`
+//! `[rows][width]`. The reference `m` is *lazy*: any reference gives the same quotient `o / l`, so it moves only when a
 //! score would make `p` large (2^8), which is rare after the first tile. `m = -inf` means that the row has seen no key,
 //! and then `l` and `o` are zero; the first visible tile sets `m` to its true maximum, so a single key has `p = 1`.
 //!
@@ -37,7 +37,7 @@ pub(crate) struct Softmax<T> {
     pub(crate) width: usize,
     /// Per row, bit j set if key j is visible; null if every key of the range is. A bias of -inf clears bits.
     pub(crate) visible: *mut u64,
-    /// [rows][64] in natural units, or null.
+    /// `[rows][64]` in natural units, or null.
     pub(crate) bias: *const T,
     /// In natural units.
     pub(crate) softcap: Option<T>,

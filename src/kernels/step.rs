@@ -24,26 +24,26 @@ pub(crate) struct Group<'a, T> {
     /// At most [`MAX_ROWS`].
     pub(crate) rows: usize,
     pub(crate) head_dim: usize,
-    /// [rows][q_row], of which `head_dim` elements are used.
+    /// `[rows][q_row]`, of which `head_dim` elements are used.
     pub(crate) q: &'a [T],
     pub(crate) q_row: usize,
     /// Reference of each row in binary units; -inf until it has seen a key.
     pub(crate) m: &'a mut [T],
-    /// [rows][16] partial sums; zero at first.
+    /// `[rows][16]` partial sums; zero at first.
     pub(crate) l: &'a mut [T],
-    /// [rows][o_row], of which the width of the values is used; zero at first.
+    /// `[rows][o_row]`, of which the width of the values is used; zero at first.
     pub(crate) o: &'a mut [T],
     pub(crate) o_row: usize,
-    /// [rows][64] scores and probabilities of the tile: scratch. What it holds at first does not matter.
+    /// `[rows][64]` scores and probabilities of the tile: scratch. What it holds at first does not matter.
     pub(crate) p: &'a mut [T],
 }
 
 /// A packed tile of at most 64 keys.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyTile<'a, T> {
-    /// [panels][head_dim][16].
+    /// `[panels][head_dim][16]`.
     pub(crate) keys: &'a [T],
-    /// [16 panels][width].
+    /// `[16 panels][width]`.
     pub(crate) values: &'a [T],
     /// Columns of `values`: the value width, rounded up to a multiple of 16.
     pub(crate) width: usize,
@@ -66,7 +66,7 @@ pub(crate) enum Finite {
 pub(crate) struct Scoring<'a, T> {
     /// Per row, bit j set if key j of the tile may be seen; without it, all keys of the panels may.
     pub(crate) visible: Option<&'a [u64]>,
-    /// [rows][64], in natural units.
+    /// `[rows][64]`, in natural units.
     pub(crate) bias: Option<&'a [T]>,
     /// In natural units; finite and positive.
     pub(crate) softcap: Option<T>,
@@ -231,13 +231,13 @@ mod tests {
         q: Array2<T>,
         k: Array2<T>,
         v: Array2<T>,
-        /// [rows, keys]; a pair counts if it is kept and its bias is not -inf.
+        /// `[rows, keys]`; a pair counts if it is kept and its bias is not -inf.
         keep: Array2<bool>,
         bias: Option<Array2<T>>,
         softcap: Option<T>,
     }
 
-    /// What one group gives: normalised context [rows, value_dim], reference and sum of each row.
+    /// What one group gives: normalised context `[rows, value_dim]`, reference and sum of each row.
     struct Output<T> {
         context: Array2<f64>,
         m: Vec<T>,

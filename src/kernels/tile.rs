@@ -17,6 +17,9 @@
 //! grep -n 'vfmadd231ps.*zmm' target/release/deps/multihead-*.s
 //! ```
 //!
+//! Measured against a probe of independent multiply-adds next to it (f32, operands in the first-level cache, Emerald
+//! Rapids): 98 % of the peak with AVX-512 for 6 x 64 x 64 from zero, 95 % if `c` is added to; about 98 % of its own peak with AVX2.
+//!
 //! The scheme is that of the BLIS micro-kernel (Van Zee and van de Geijn, 2015).
 
 use super::PANEL;

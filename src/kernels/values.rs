@@ -15,14 +15,14 @@ use super::simd::Simd;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Values<T> {
     pub(crate) rows: usize,
-    /// [rows][64].
+    /// `[rows][64]`.
     pub(crate) p: *const T,
     /// Per row, bit j set if key j is visible.
     pub(crate) visible: *const u64,
-    /// [64][v_row], of which `width` columns are used.
+    /// `[64][v_row]`, of which `width` columns are used.
     pub(crate) v: *const T,
     pub(crate) v_row: usize,
-    /// [rows][o_row], of which `width` columns are used.
+    /// `[rows][o_row]`, of which `width` columns are used.
     pub(crate) o: *mut T,
     pub(crate) o_row: usize,
     /// A multiple of 16.
