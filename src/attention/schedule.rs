@@ -5,17 +5,16 @@
 
 use super::problem::Dims;
 
-/// Query rows (positions times heads of the group) of an item at most: the keys and values of a tile are packed once
-/// for all of them, so packing costs 1 / (1 + rows / 8) of an item. Above 384 the gain is below the noise, and queries,
-/// context and tile (350 KiB for heads of 64) leave the second-level cache for heads of 256.
-const MOST_ROWS: usize = 384;
+/// Numbers of queries and context that an item holds at most: 400 KiB of `f32`, a fifth of a second-level cache of
+/// 2 MiB. The keys and values of a tile are packed once for all rows of an item, which costs as much as 8 of them.
+const MOST_NUMBERS: usize = 100 * 1024;
 
 /// Items at least, as long as they keep [`FEWEST_ROWS`]: dealt one by one, 16 of them leave 16 threads no more than an
 /// item apart.
 const FEWEST_ITEMS: usize = 16;
 
-/// Rows of an item at least where more items are wanted: packing costs below 8 %.
-const FEWEST_ROWS: usize = 96;
+/// Rows of an item at least where more items are wanted: packing costs below 5 %.
+const FEWEST_ROWS: usize = 192;
 
 /// The items of one call: (batch entry, KV head, block of query positions).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +32,8 @@ impl Schedule {
         let query_tile = query_tile.unwrap_or_else(|| {
             let rows = q_len.saturating_mul(group);
             let wanted = FEWEST_ITEMS.div_ceil(dims.batch.saturating_mul(dims.num_kv_heads).max(1));
-            let tiles = rows.div_ceil(MOST_ROWS).max(wanted.min(rows / FEWEST_ROWS)).max(1);
+            let most_rows = (MOST_NUMBERS / (dims.head_dim + dims.value_dim).max(1)).max(FEWEST_ROWS);
+            let tiles = rows.div_ceil(most_rows).max(wanted.min(rows / FEWEST_ROWS)).max(1);
             // Whole groups of six rows, the height of a register block, for one head to a group.
             q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
         });
@@ -53,10 +53,12 @@ mod tests {
     #[test]
     fn items_are_neither_few_nor_small() {
         let tile = |d: Dims, group| Schedule::new(&d, group, None);
-        assert_eq!(tile(dims(1, 8, 8, 2048), 1), Schedule { query_tile: 342, tiles: 6 });
+        assert_eq!(tile(dims(1, 8, 8, 2048), 1), Schedule { query_tile: 684, tiles: 3 });
         assert_eq!(tile(dims(1, 8, 8, 512), 1), Schedule { query_tile: 258, tiles: 2 });
         assert_eq!(tile(dims(8, 12, 12, 128), 1), Schedule { query_tile: 128, tiles: 1 });
         assert_eq!(tile(dims(1, 32, 1, 100), 32), Schedule { query_tile: 7, tiles: 15 });
+        let wide = Dims { head_dim: 1 << 20, ..dims(1, 1, 1, 4096) };
+        assert_eq!(tile(wide, 1).query_tile, 192);
     }
 
     #[test]
