@@ -81,7 +81,7 @@ class Entry:
         self.worker, self.is_ours = worker, is_ours
         self.case = case if is_ours else {k: v for k, v in case.items() if k not in OUR_KEYS}
         self.first, self.failure = None, None
-        self.samples, self.fractions, self.runs = [], [], 1
+        self.samples, self.fractions, self.runs, self.drifted = [], [], 1, False
 
     def ask(self, runs):
         """An answer, or None once the system has failed in this row."""
@@ -106,6 +106,7 @@ class Entry:
         if answer is None:
             return False
         self.samples.append(answer["median_ms"])
+        self.drifted |= differs(answer, self.first)
         if answer.get("peak_gflops"):
             self.fractions.append(answer["gflops"] / answer["peak_gflops"])
         return True
@@ -168,6 +169,9 @@ def check(record, entries):
     """Marks every peer whose checksum or FLOP count is not ours, and says so loudly."""
     ours = entries["ours"].first
     for name, entry in entries.items():
+        if entry.drifted:
+            record["systems"][name]["mismatch"] = True
+            say(f"!! {record['name']}: {name} gave another result in a later round")
         if name.startswith("ours") or entry.first is None:
             continue
         if differs(entry.first, ours):
@@ -249,8 +253,9 @@ def main():
     if args.json:
         content = {"machine": report.machine(), "versions": versions, "rows": records}
         pathlib.Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
-    wrong = [e for r in records for e in r["systems"].values() if e.get("mismatch")]
-    sys.exit(1 if wrong else 0)
+    wrong = any(e.get("mismatch") for r in records for e in r["systems"].values())
+    failed = any("error" in r["systems"]["ours"] for r in records)
+    sys.exit(1 if wrong or failed else 0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ The operators take [batch, len, heads * head_dim]; the inputs are laid out so be
 
 import numpy as np
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 import cases
 from cases import Unsupported

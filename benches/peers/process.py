@@ -59,7 +59,10 @@ class Worker:
             self.process = None
             reason = f"no answer in {self.timeout} s" if timed_out else f"ended with code {code}"
             raise Failed(f"{' '.join(self.command)}: {reason}")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise Failed(f"no JSON: {line.strip()[:200]}") from error
         if "error" in answer:
             raise Failed(answer["error"])
         return answer
