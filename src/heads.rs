@@ -35,6 +35,13 @@ impl HeadMap {
     ///
     /// # Errors
     /// [`Error::Value`] if a count is 0, [`Error::HeadGroups`] if `num_heads` is no multiple of `num_kv_heads`.
+    ///
+    /// ```
+    /// use multihead::HeadMap;
+    /// let map = HeadMap::grouped(4, 2)?;
+    /// assert_eq!([0, 1, 2, 3].map(|h| map.kv_head(h)), [0, 0, 1, 1]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn grouped(num_heads: usize, num_kv_heads: usize) -> Result<Self> {
         check_counts(num_heads, num_kv_heads)?;
         if !num_heads.is_multiple_of(num_kv_heads) {
@@ -47,6 +54,13 @@ impl HeadMap {
     ///
     /// # Errors
     /// [`Error::Value`] if a count is 0, [`Error::KvOfHead`] if an entry is not below `num_kv_heads`.
+    ///
+    /// ```
+    /// use multihead::HeadMap;
+    /// let map = HeadMap::explicit(&[1, 0, 1], 2)?;
+    /// assert_eq!(map.num_heads(), 3);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn explicit(kv_of_head: &[usize], num_kv_heads: usize) -> Result<Self> {
         check_counts(kv_of_head.len(), num_kv_heads)?;
         if let Some((head, &got)) = kv_of_head.iter().enumerate().find(|&(_, &kv)| kv >= num_kv_heads) {
@@ -57,16 +71,34 @@ impl HeadMap {
     }
 
     /// Number of query heads.
+    ///
+    /// ```
+    /// # use multihead::HeadMap;
+    /// assert_eq!(HeadMap::grouped(8, 2)?.num_heads(), 8);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn num_heads(&self) -> usize {
         self.num_heads
     }
 
     /// Number of key and value heads.
+    ///
+    /// ```
+    /// # use multihead::HeadMap;
+    /// assert_eq!(HeadMap::grouped(8, 2)?.num_kv_heads(), 2);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads
     }
 
     /// The KV head that query head `head` reads; the last one for a head that does not exist.
+    ///
+    /// ```
+    /// # use multihead::HeadMap;
+    /// assert_eq!(HeadMap::grouped(8, 2)?.kv_head(5), 1);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn kv_head(&self, head: usize) -> usize {
         match &self.map {
             Map::Grouped { group_size } => (head / group_size).min(self.num_kv_heads - 1),
@@ -91,6 +123,12 @@ impl HeadMap {
     }
 
     /// The query heads that read `kv_head`, in ascending order.
+    ///
+    /// ```
+    /// # use multihead::HeadMap;
+    /// assert_eq!(HeadMap::grouped(8, 2)?.query_heads(1).collect::<Vec<_>>(), [4, 5, 6, 7]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn query_heads(&self, kv_head: usize) -> impl Iterator<Item = usize> + Clone + '_ {
         let range = match &self.map {
             Map::Grouped { group_size } => {

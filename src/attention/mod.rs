@@ -55,6 +55,14 @@ pub struct Attended<T> {
 
 impl<T: Element> Attended<T> {
     /// `[batch, q_len, kv_len]`: the weights averaged over the heads, if there are weights.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::Array4, Options};
+    /// let q = Array4::<f32>::ones((1, 2, 3, 8));
+    /// let attended = attention::forward(&q, &q, &q, &Options::new().weights())?;
+    /// assert_eq!(attended.mean_weights().map(|w| w.dim()), Some((1, 3, 3)));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "average_attn_weights")]
     pub fn mean_weights(&self) -> Option<Array3<T>> {
         let weights = self.weights.as_ref()?;

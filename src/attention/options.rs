@@ -65,11 +65,25 @@ impl<T> Default for Options<'_, T> {
 
 impl<'a, T: Element> Options<'a, T> {
     /// No mask, no bias, `scale = 1 / sqrt(head_dim)`.
+    ///
+    /// ```
+    /// # use multihead::{attention, ndarray::Array4, Options};
+    /// # let q = Array4::<f32>::ones((1, 2, 3, 8));
+    /// attention::forward(&q, &q, &q, &Options::new())?;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Which keys a query may see.
+    ///
+    /// ```
+    /// use multihead::{Mask, Options};
+    /// let causal = Mask::causal();
+    /// let options = Options::<f32>::new().mask(&causal);
+    /// # let _ = options;
+    /// ```
     #[doc(alias = "attn_mask")]
     pub fn mask(mut self, mask: &'a Mask) -> Self {
         self.mask = Some(mask);
@@ -81,6 +95,16 @@ impl<'a, T: Element> Options<'a, T> {
     ///
     /// # Errors
     /// [`crate::Error::Rank`] for any other rank.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::{array, Array4}, Options};
+    /// let (q, k) = (Array4::zeros((1, 1, 1, 1)), Array4::zeros((1, 1, 2, 1)));
+    /// let v = array![[[[1.0], [100.0]]]];
+    /// let bias = array![[3f64.ln(), 0.0]];
+    /// let attended = attention::forward(&q, &k, &v, &Options::new().bias(&bias)?)?;
+    /// assert!((attended.context[[0, 0, 0, 0]] - 25.75).abs() < 1e-12);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn bias<D: Dimension>(mut self, bias: &'a ArrayRef<T, D>) -> Result<Self> {
         self.bias = Some(rank_2_or_4("bias", bias)?);
         Ok(self)
@@ -88,6 +112,15 @@ impl<'a, T: Element> Options<'a, T> {
 
     /// `[num_heads]`: a logit for each query head that enters the softmax's denominator only, neither scaled nor
     /// masked. A sink of 0 is what others call quiet softmax or `add_zero_attn`.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::{array, Array4}, Options};
+    /// let x = Array4::<f64>::ones((1, 1, 1, 1));
+    /// // One key of score 1 and a sink of 1: half of the weight goes nowhere.
+    /// let attended = attention::forward(&x, &x, &x, &Options::new().sinks(&array![1.0]))?;
+    /// assert!((attended.context[[0, 0, 0, 0]] - 0.5).abs() < 1e-12);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "add_zero_attn")]
     #[doc(alias = "quiet_softmax")]
     pub fn sinks(mut self, sinks: &'a ArrayRef1<T>) -> Self {
@@ -96,6 +129,14 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// Which KV head each query head reads, where it is not `h / group_size`.
+    ///
+    /// ```
+    /// use multihead::{HeadMap, Options};
+    /// let uneven = HeadMap::explicit(&[0, 1, 1], 2)?;
+    /// let options = Options::<f32>::new().heads(&uneven);
+    /// # let _ = options;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "enable_gqa")]
     pub fn heads(mut self, heads: &'a HeadMap) -> Self {
         self.heads = Some(heads);
@@ -103,12 +144,24 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// Any finite factor of the products, 0 and negative ones too. The default is `1 / sqrt(head_dim)`.
+    ///
+    /// ```
+    /// # use multihead::Options;
+    /// let options = Options::<f32>::new().scale(0.0); // 0 means 0: all visible keys weigh the same
+    /// # let _ = options;
+    /// ```
     pub fn scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
         self
     }
 
     /// Bounds the scores: `s = softcap * tanh(s / softcap)`. Finite and positive.
+    ///
+    /// ```
+    /// # use multihead::Options;
+    /// let options = Options::<f32>::new().softcap(50.0);
+    /// # let _ = options;
+    /// ```
     #[doc(alias = "logit_cap")]
     pub fn softcap(mut self, softcap: f64) -> Self {
         self.softcap = Some(softcap);
@@ -116,6 +169,14 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::Array4, Options};
+    /// let q = Array4::<f32>::ones((1, 2, 3, 8));
+    /// let attended = attention::forward(&q, &q, &q, &Options::new().weights())?;
+    /// assert_eq!(attended.weights.map(|w| w.dim()), Some((1, 2, 3, 3)));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "need_weights")]
     pub fn weights(mut self) -> Self {
         self.keep_weights = true;
@@ -123,6 +184,12 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// Which implementation runs.
+    ///
+    /// ```
+    /// use multihead::{Options, Path};
+    /// let options = Options::<f64>::new().path(Path::Reference);
+    /// # let _ = options;
+    /// ```
     pub fn path(mut self, path: Path) -> Self {
         self.path = path;
         self
@@ -130,6 +197,12 @@ impl<'a, T: Element> Options<'a, T> {
 
     /// The instruction set of the tiled path and of a layer's projections; [`Level::best`] unless given. A level that
     /// this CPU cannot run is an error of the call.
+    ///
+    /// ```
+    /// use multihead::{Level, Options};
+    /// let options = Options::<f32>::new().level(Level::Portable);
+    /// # let _ = options;
+    /// ```
     pub fn level(mut self, level: Level) -> Self {
         self.level = Some(level);
         self
@@ -137,6 +210,12 @@ impl<'a, T: Element> Options<'a, T> {
 
     /// Query positions of a work item of the tiled path, for measuring. It moves time and scratch, and no bit of the
     /// result.
+    ///
+    /// ```
+    /// # use multihead::Options;
+    /// let options = Options::<f32>::new().query_tile(96);
+    /// # let _ = options;
+    /// ```
     pub fn query_tile(mut self, query_tile: usize) -> Self {
         self.query_tile = Some(query_tile);
         self

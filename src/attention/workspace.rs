@@ -41,6 +41,11 @@ pub(crate) struct LayerBuffers<T> {
 
 impl<T: Element> Workspace<T> {
     /// An empty workspace.
+    ///
+    /// ```
+    /// let mut workspace = multihead::Workspace::<f32>::new();
+    /// # let _ = &mut workspace;
+    /// ```
     pub fn new() -> Self {
         Self { workers: Vec::new(), layer: LayerBuffers::default() }
     }

@@ -28,6 +28,14 @@ pub struct Flops {
 
 impl Flops {
     /// Both together.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// let flops = mha.config().flops(1, 4, 4);
+    /// assert_eq!(flops.total(), flops.projections + flops.attention);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn total(self) -> u64 {
         self.projections.saturating_add(self.attention)
     }

@@ -25,6 +25,11 @@ const STEPS: usize = 1 << 18;
 impl Peak {
     /// Billions of floating-point operations a second, by fused multiply-adds (each counts as two) on registers, on every
     /// thread at once. A level that this CPU does not have counts as portable.
+    ///
+    /// ```
+    /// use multihead::{inspect::Peak, Level};
+    /// assert!(Peak::gflops::<f64>(Level::best()) > 0.0);
+    /// ```
     pub fn gflops<T: Element>(level: Level) -> f64 {
         let kernels = T::kernels(level);
         let mut sums = vec![T::zero(); parallel::workers(f64::MAX, usize::MAX)];
@@ -33,6 +38,11 @@ impl Peak {
     }
 
     /// Billions of bytes a second that all threads of the pool together read from a buffer of `bytes` bytes.
+    ///
+    /// ```
+    /// use multihead::inspect::Peak;
+    /// assert!(Peak::read_gbs(1 << 20) > 0.0);
+    /// ```
     pub fn read_gbs(bytes: usize) -> f64 {
         let threads = parallel::workers(f64::MAX, usize::MAX);
         let buffer = vec![1f32; bytes / size_of::<f32>()];

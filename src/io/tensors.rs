@@ -48,6 +48,17 @@ impl<'a> Tensors<'a> {
     /// # Errors
     /// [`Error::File`] with the tensor `file` if the bytes end too early, the header is not what the format says, or
     /// the tensors do not fill the rest of the file exactly.
+    ///
+    /// ```
+    /// use multihead::io::Tensors;
+    /// let header = br#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"by":"hand"}}"#;
+    /// let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    /// bytes.extend(header);
+    /// bytes.extend([1f32, 2.0].iter().flat_map(|x| x.to_le_bytes()));
+    /// let tensors = Tensors::from_bytes(&bytes)?;
+    /// assert_eq!(tensors.names(), ["x"]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn from_bytes(bytes: &'a [u8]) -> Result<Self> {
         let (length, rest) =
             bytes.split_first_chunk().ok_or_else(|| fault("file", "expected 8 bytes of header length, got fewer"))?;
@@ -71,16 +82,49 @@ impl<'a> Tensors<'a> {
     }
 
     /// The names of all tensors, in the order of the file.
+    ///
+    /// ```
+    /// # use multihead::io::Tensors;
+    /// # let header = br#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"by":"hand"}}"#;
+    /// # let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    /// # bytes.extend(header);
+    /// # bytes.extend([1f32, 2.0].iter().flat_map(|x| x.to_le_bytes()));
+    /// # let tensors = Tensors::from_bytes(&bytes)?;
+    /// assert_eq!(tensors.names(), ["x"]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn names(&self) -> Vec<String> {
         self.header.offset_keys()
     }
 
     /// The axis lengths of a tensor, if there is one of this name.
+    ///
+    /// ```
+    /// # use multihead::io::Tensors;
+    /// # let header = br#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"by":"hand"}}"#;
+    /// # let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    /// # bytes.extend(header);
+    /// # bytes.extend([1f32, 2.0].iter().flat_map(|x| x.to_le_bytes()));
+    /// # let tensors = Tensors::from_bytes(&bytes)?;
+    /// assert_eq!(tensors.shape("x"), Some(&[2][..]));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         Some(&self.header.info(name)?.shape)
     }
 
     /// An entry of the file's free-text metadata.
+    ///
+    /// ```
+    /// # use multihead::io::Tensors;
+    /// # let header = br#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"by":"hand"}}"#;
+    /// # let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    /// # bytes.extend(header);
+    /// # bytes.extend([1f32, 2.0].iter().flat_map(|x| x.to_le_bytes()));
+    /// # let tensors = Tensors::from_bytes(&bytes)?;
+    /// assert_eq!(tensors.metadata("by"), Some("hand"));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.header.metadata().as_ref()?.get(key).map(String::as_str)
     }
@@ -90,6 +134,19 @@ impl<'a> Tensors<'a> {
     /// # Errors
     /// [`Error::File`] names the tensor if there is none of this name, if it holds another type of number, or if it
     /// has another rank than `D`.
+    ///
+    /// ```
+    /// # use multihead::io::Tensors;
+    /// # let header = br#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"by":"hand"}}"#;
+    /// # let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    /// # bytes.extend(header);
+    /// # bytes.extend([1f32, 2.0].iter().flat_map(|x| x.to_le_bytes()));
+    /// # let tensors = Tensors::from_bytes(&bytes)?;
+    /// use multihead::ndarray::{array, Array1};
+    /// let x: Array1<f32> = tensors.get("x")?;
+    /// assert_eq!(x, array![1.0, 2.0]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn get<T: Element, D: Dimension>(&self, name: &str) -> Result<Array<T, D>> {
         let info = self.header.info(name).ok_or_else(|| fault(name, "expected in the file, got no such tensor"))?;
         let TensorInfo { dtype, shape, data_offsets: (start, end) } = info;

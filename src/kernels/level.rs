@@ -35,6 +35,11 @@ const ALL: [Level; 3] = [Level::Avx512, Level::Avx2, Level::Portable];
 
 impl Level {
     /// Every level this CPU can run, best first. The last one is always [`Level::Portable`].
+    ///
+    /// ```
+    /// use multihead::Level;
+    /// assert_eq!(Level::available().last(), Some(&Level::Portable));
+    /// ```
     #[must_use]
     pub fn available() -> &'static [Self] {
         let missing = ALL.iter().take_while(|level| !level.is_available());
@@ -46,6 +51,11 @@ impl Level {
     ///
     /// The environment variable `MULTIHEAD_LEVEL` (`avx512`, `avx2` or `portable`) chooses another one for the whole
     /// process. It is read once; a name that is unknown, or that this CPU cannot run, is ignored.
+    ///
+    /// ```
+    /// use multihead::Level;
+    /// assert!(Level::available().contains(&Level::best()));
+    /// ```
     #[must_use]
     pub fn best() -> Self {
         static BEST: OnceLock<Level> = OnceLock::new();
@@ -56,6 +66,10 @@ impl Level {
     }
 
     /// Whether this CPU and operating system can run the level.
+    ///
+    /// ```
+    /// assert!(multihead::Level::Portable.is_available());
+    /// ```
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {

@@ -64,12 +64,28 @@ impl<'a> BoundMask<'a> {
     }
 
     /// Whether query i of batch entry `entry` and head `head` may attend to key j.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// let causal = Mask::causal();
+    /// assert!(!causal.bind(1, 1, 3, 3)?.sees(0, 0, 1, 2));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn sees(&self, entry: usize, head: usize, i: usize, j: usize) -> bool {
         self.head(entry, head).sees(i, j)
     }
 
     /// What the queries `rows` may see of the keys `keys`. `Some` may be answered where all or nothing would be
     /// right for a dense mask; `Nothing` and `All` are always right.
+    ///
+    /// ```
+    /// use multihead::{Mask, Visibility};
+    /// let causal = Mask::causal();
+    /// let bound = causal.bind(1, 1, 8, 8)?;
+    /// assert_eq!(bound.tile(0, 0, 0..4, 4..8), Visibility::Nothing);
+    /// assert_eq!(bound.tile(0, 0, 4..8, 4..8), Visibility::Some);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn tile(&self, entry: usize, head: usize, rows: Range<usize>, keys: Range<usize>) -> Visibility {
         let [_, _, q_len, kv_len] = self.dims;
         self.head(entry, head).tile(rows.start..rows.end.min(q_len), keys.start..keys.end.min(kv_len))
@@ -101,6 +117,13 @@ impl<'a> BoundMask<'a> {
     ///
     /// # Errors
     /// [`Error::TooLarge`] if the array cannot be had.
+    ///
+    /// ```
+    /// use multihead::{ndarray::array, Mask};
+    /// let causal = Mask::causal();
+    /// assert_eq!(causal.bind(1, 1, 2, 2)?.to_array()?, array![[[[true, false], [true, true]]]]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn to_array(&self) -> Result<Array4<bool>> {
         let [batch, heads, q_len, kv_len] = self.dims;
         let too_large =

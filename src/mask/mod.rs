@@ -74,11 +74,22 @@ impl Mask {
     pub(crate) const NONE: Self = Self { bands: Vec::new(), key_ranges: Vec::new(), dense: Vec::new() };
 
     /// Every query sees every key.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert!(Mask::none().is_none());
+    /// ```
     pub fn none() -> Self {
         Self::default()
     }
 
     /// `j <= i + n - q_len`: the last query sees the last valid key (n is the end of the entry's key range).
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert_eq!(Mask::causal().bind(1, 1, 2, 3)?.to_string(), "1 1 0\n1 1 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "is_causal")]
     #[doc(alias = "bottom_right")]
     pub fn causal() -> Self {
@@ -86,11 +97,23 @@ impl Mask {
     }
 
     /// `j <= i`: the first query sees the first key only, however many keys there are.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert_eq!(Mask::causal_top_left().bind(1, 1, 2, 3)?.to_string(), "1 0 0\n1 1 0\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn causal_top_left() -> Self {
         Self::band(Band::causal(Align::Offset(0)))
     }
 
     /// `j <= i + offset`: query 0 stands at key position `offset`.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert_eq!(Mask::causal_offset(1).bind(1, 1, 2, 4)?.to_string(), "1 1 0 0\n1 1 1 0\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn causal_offset(offset: usize) -> Self {
         Self::band(Band::causal(Align::Offset(offset)))
     }
@@ -98,6 +121,12 @@ impl Mask {
     /// `pos - left <= j <= pos + right`, both ends in: `window(3, 0)` is the token itself and the three before it.
     /// `usize::MAX` leaves a side open. Counts from the causal rule that it is combined with, from the bottom-right
     /// position where there is none.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert_eq!(Mask::window(0, 1).bind(1, 1, 3, 3)?.to_string(), "1 1 0\n0 1 1\n0 0 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "sliding_window")]
     #[doc(alias = "local_window_size")]
     pub fn window(left: usize, right: usize) -> Self {
@@ -119,6 +148,12 @@ impl Mask {
     }
 
     /// The first `lengths[b]` keys of batch entry b are valid, the rest is padding and is never read.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert_eq!(Mask::key_lengths(&[2]).bind(1, 1, 1, 4)?.to_string(), "1 1 0 0\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "seqlens_k")]
     pub fn key_lengths(lengths: &[usize]) -> Self {
         let ranges = lengths.iter().map(|&n| 0..n).collect();
@@ -127,6 +162,13 @@ impl Mask {
 
     /// The keys `ranges[b]` of batch entry b are valid; the ones before and after are padding and are never read.
     /// For left-padded batches.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// let left_padded = Mask::key_ranges(&[1..4, 3..4]);
+    /// assert!(!left_padded.bind(2, 1, 1, 4)?.sees(1, 0, 0, 2));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn key_ranges(ranges: &[Range<usize>]) -> Self {
         Self { key_ranges: vec![KeyRanges::new("key_ranges", ranges.to_vec())], ..Self::default() }
     }
@@ -139,6 +181,13 @@ impl Mask {
     ///
     /// # Errors
     /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
+    ///
+    /// ```
+    /// use multihead::{ndarray::array, Mask};
+    /// let mask = Mask::keep_keys(&array![[true, false, true]])?;
+    /// assert_eq!(mask.bind(1, 1, 1, 3)?.to_string(), "1 0 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn keep_keys(keep: &ArrayRef2<bool>) -> Result<Self> {
         Ok(Self::dense(Dense::keys(keep)?))
     }
@@ -167,11 +216,25 @@ impl Mask {
     ///
     /// # Errors
     /// [`crate::Error::Rank`] for any other rank.
+    ///
+    /// ```
+    /// use multihead::{ndarray::array, Mask};
+    /// let mask = Mask::drop(&array![[false, true], [false, false]])?;
+    /// assert_eq!(mask.bind(1, 1, 2, 2)?.to_string(), "1 0\n1 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn drop<D: Dimension>(drop: &ArrayRef<bool, D>) -> Result<Self> {
         Ok(Self::dense(Dense::pairs("drop", drop, |dropped| !dropped)?))
     }
 
     /// Both masks: the same as `self & other`.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// let mask = Mask::causal().and(Mask::last_n(1));
+    /// assert_eq!(mask.bind(1, 1, 2, 2)?.to_string(), "1 0\n0 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn and(mut self, other: Self) -> Self {
         self.bands.extend(other.bands);
         self.key_ranges.extend(other.key_ranges);
@@ -180,6 +243,11 @@ impl Mask {
     }
 
     /// Whether there is no rule at all.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// assert!(!Mask::causal().is_none());
+    /// ```
     pub fn is_none(&self) -> bool {
         self.bands.is_empty() && self.key_ranges.is_empty() && self.dense.is_empty()
     }
@@ -190,6 +258,12 @@ impl Mask {
     /// [`crate::Error::Shape`] if a dense mask or the number of key ranges does not fit,
     /// [`crate::Error::KeyRange`] if a range ends beyond `kv_len`,
     /// [`crate::Error::Alignment`] if a window could count from two causal rules.
+    ///
+    /// ```
+    /// # use multihead::Mask;
+    /// let error = Mask::key_lengths(&[5]).bind(1, 1, 1, 4).unwrap_err();
+    /// assert_eq!(error.to_string(), "key_lengths[0]: expected start <= end <= kv_len = 4, got 0..5");
+    /// ```
     pub fn bind(&self, batch: usize, num_heads: usize, q_len: usize, kv_len: usize) -> Result<BoundMask<'_>> {
         BoundMask::new(self, [batch, num_heads, q_len, kv_len])
     }

@@ -77,6 +77,13 @@ impl<T: Element> Builder<T> {
     }
 
     /// Number of key and value heads: `num_heads` is MHA (the default), 1 is MQA, any divisor between is GQA.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let gqa = MultiHeadAttention::<f32>::builder(64, 8).num_kv_heads(2).build()?;
+    /// assert_eq!(gqa.w_k().shape(), [64, 2 * 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "num_key_value_heads")]
     pub fn num_kv_heads(mut self, num_kv_heads: usize) -> Self {
         self.num_kv_heads = Some(num_kv_heads);
@@ -85,24 +92,52 @@ impl<T: Element> Builder<T> {
 
     /// Query head h reads KV head `kv_of_head[h]`, in groups of any size. Without [`Builder::num_kv_heads`] there are
     /// as many KV heads as the map names.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let uneven = MultiHeadAttention::<f32>::builder(24, 3).kv_of_head(&[0, 1, 1]).build()?;
+    /// assert_eq!(uneven.w_k().shape(), [24, 2 * 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn kv_of_head(mut self, kv_of_head: &[usize]) -> Self {
         self.kv_of_head = Some(kv_of_head.to_vec());
         self
     }
 
     /// Width of a query or key head; `d_model / num_heads` unless given.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let wide = MultiHeadAttention::<f32>::builder(24, 3).head_dim(16).build()?;
+    /// assert_eq!(wide.w_q().shape(), [24, 3 * 16]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn head_dim(mut self, head_dim: usize) -> Self {
         self.head_dim = Some(head_dim);
         self
     }
 
     /// Width of a value head; `head_dim` unless given.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).value_dim(10).build()?;
+    /// assert_eq!(mha.w_o().shape(), [3 * 10, 24]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn value_dim(mut self, value_dim: usize) -> Self {
         self.value_dim = Some(value_dim);
         self
     }
 
     /// Width of the keys' input; `d_model` unless given.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).k_dim(20).build()?;
+    /// assert_eq!(mha.w_k().shape(), [20, 24]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "kdim")]
     pub fn k_dim(mut self, k_dim: usize) -> Self {
         self.k_dim = Some(k_dim);
@@ -110,6 +145,13 @@ impl<T: Element> Builder<T> {
     }
 
     /// Width of the values' input; `k_dim` unless given.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).v_dim(28).build()?;
+    /// assert_eq!(mha.w_v().shape(), [28, 24]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "vdim")]
     pub fn v_dim(mut self, v_dim: usize) -> Self {
         self.v_dim = Some(v_dim);
@@ -117,41 +159,91 @@ impl<T: Element> Builder<T> {
     }
 
     /// A bias on all four projections. There is none unless asked for.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).bias().build()?;
+    /// assert!(mha.weights().b_q.is_some() && mha.weights().b_o.is_some());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn bias(self) -> Self {
         self.biases(&[Projection::Query, Projection::Key, Projection::Value, Projection::Output])
     }
 
     /// A bias on these projections.
+    ///
+    /// ```
+    /// use multihead::{MultiHeadAttention, Projection};
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).biases(&[Projection::Query]).build()?;
+    /// assert!(mha.weights().b_q.is_some() && mha.weights().b_o.is_none());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn biases(mut self, projections: &[Projection]) -> Self {
         self.biases = projections.to_vec();
         self
     }
 
     /// A learned sink for each query head, see [`crate::Options::sinks`].
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).sinks().build()?;
+    /// assert_eq!(mha.weights().sinks.as_ref().map(|sinks| sinks.len()), Some(3));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn sinks(mut self) -> Self {
         self.sinks = true;
         self
     }
 
     /// Any finite factor of the scores; `1 / sqrt(head_dim)` unless given.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).scale(1.0).build()?;
+    /// assert_eq!(mha.config().scale, Some(1.0));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
         self
     }
 
     /// Bounds the scores, see [`crate::Options::softcap`].
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let error = MultiHeadAttention::<f32>::builder(24, 3).softcap(0.0).build().unwrap_err();
+    /// assert_eq!(error.to_string(), "softcap: expected a finite number above 0, got 0");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn softcap(mut self, softcap: f64) -> Self {
         self.softcap = Some(softcap);
         self
     }
 
     /// Seed of the initial weights.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let layer = |seed| MultiHeadAttention::<f32>::builder(24, 3).seed(seed).build();
+    /// assert_eq!(layer(1)?, layer(1)?);
+    /// assert_ne!(layer(1)?, layer(2)?);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
     /// How the initial weights are drawn.
+    ///
+    /// ```
+    /// use multihead::{Init, MultiHeadAttention};
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).init(Init::Zeros).build()?;
+    /// assert!(mha.w_q().iter().all(|&w| w == 0.0));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn init(mut self, init: Init) -> Self {
         self.init = init;
         self
@@ -163,6 +255,13 @@ impl<T: Element> Builder<T> {
     /// [`Error::Value`] for a size of 0, a `d_model` that is no multiple of `num_heads` where no `head_dim` is given,
     /// a scale or softcap out of range; [`Error::HeadGroups`] or [`Error::KvOfHead`] for heads that do not fit;
     /// [`Error::TooLarge`] if the weights do not fit into memory.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let error = MultiHeadAttention::<f32>::builder(24, 5).build().unwrap_err();
+    /// assert_eq!(error.to_string(), "d_model: expected a multiple of num_heads where head_dim is not given, got 24");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn build(self) -> Result<MultiHeadAttention<T>> {
         let config = self.config()?;
         let shapes = config.shapes();
@@ -190,6 +289,14 @@ impl<T: Element> Builder<T> {
     ///
     /// # Errors
     /// As [`Builder::build`], and [`Error::Shape`] names the array that does not fit.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array2, MultiHeadAttention, Weights};
+    /// let eye = Array2::<f32>::eye(4);
+    /// let weights = Weights::new(eye.clone(), eye.clone(), eye.clone(), Array2::eye(5));
+    /// let error = MultiHeadAttention::builder(4, 2).from_weights(weights).unwrap_err();
+    /// assert_eq!(error.to_string(), "w_o: expected [num_heads * value_dim, d_model] = [4, 4], got [5, 5]");
+    /// ```
     pub fn from_weights(self, weights: Weights<T>) -> Result<MultiHeadAttention<T>> {
         let config = self.config()?;
         weights.check(&config)?;

@@ -73,12 +73,26 @@ pub struct Inputs<'a, T> {
 
 impl<'a, T: Element> Inputs<'a, T> {
     /// Self-attention: `query: [batch, q_len, d_model]` or `[q_len, d_model]`.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array3, Inputs};
+    /// let x = Array3::<f32>::ones((2, 4, 8));
+    /// let inputs = Inputs::new(&x);
+    /// # let _ = inputs;
+    /// ```
     pub fn new<D: Sequence>(query: &'a ArrayRef<T, D>) -> Self {
         let query = D::batched(query);
         Self { query, key: query, value: query }
     }
 
     /// Keys and values from another sequence: `context: [batch, kv_len, k_dim]` or `[kv_len, k_dim]`.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array3, Inputs};
+    /// let (decoder, encoder) = (Array3::<f32>::ones((2, 4, 8)), Array3::ones((2, 9, 8)));
+    /// let inputs = Inputs::new(&decoder).context(&encoder);
+    /// # let _ = inputs;
+    /// ```
     #[doc(alias = "encoder_hidden_states")]
     #[doc(alias = "memory")]
     pub fn context<D: Sequence>(self, context: &'a ArrayRef<T, D>) -> Self {
@@ -86,6 +100,13 @@ impl<'a, T: Element> Inputs<'a, T> {
     }
 
     /// `key: [batch, kv_len, k_dim]`, `value: [batch, kv_len, v_dim]`, or both without a batch axis.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array2, Inputs};
+    /// let (query, key, value) = (Array2::<f32>::ones((4, 8)), Array2::ones((9, 8)), Array2::ones((9, 6)));
+    /// let inputs = Inputs::new(&query).key_value(&key, &value);
+    /// # let _ = inputs;
+    /// ```
     pub fn key_value<D: Sequence>(mut self, key: &'a ArrayRef<T, D>, value: &'a ArrayRef<T, D>) -> Self {
         (self.key, self.value) = (D::batched(key), D::batched(value));
         self

@@ -86,21 +86,49 @@ pub struct MultiHeadAttention<T> {
 
 impl<T: Element> MultiHeadAttention<T> {
     /// Starts a layer of `num_heads` heads of width `d_model / num_heads`, everything else being optional.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f64>::builder(8, 2).num_kv_heads(1).build()?;
+    /// assert_eq!(mha.config().head_dim, 4);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn builder(d_model: usize, num_heads: usize) -> Builder<T> {
         Builder::new(d_model, num_heads)
     }
 
     /// The sizes and rules of the layer.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert_eq!(mha.config().heads.num_heads(), 2);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn config(&self) -> &Config {
         &self.config
     }
 
     /// All weights, biases and sinks.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert!(mha.weights().b_q.is_none());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn weights(&self) -> &Weights<T> {
         &self.weights
     }
 
     /// Gives the weights away.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert_eq!(mha.into_weights().w_q.shape(), [8, 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn into_weights(self) -> Weights<T> {
         self.weights
     }
@@ -125,21 +153,49 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// `[d_model, num_heads * head_dim]`
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert_eq!(mha.w_q().shape(), [8, 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn w_q(&self) -> &Array2<T> {
         &self.weights.w_q
     }
 
     /// `[k_dim, num_kv_heads * head_dim]`
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert_eq!(mha.w_k().shape(), [8, 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn w_k(&self) -> &Array2<T> {
         &self.weights.w_k
     }
 
     /// `[v_dim, num_kv_heads * value_dim]`
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert_eq!(mha.w_v().shape(), [8, 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn w_v(&self) -> &Array2<T> {
         &self.weights.w_v
     }
 
     /// `[num_heads * value_dim, d_model]`
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).build()?;
+    /// assert_eq!(mha.w_o().shape(), [8, 8]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn w_o(&self) -> &Array2<T> {
         &self.weights.w_o
     }
