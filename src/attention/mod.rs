@@ -154,6 +154,13 @@ pub(crate) struct Outputs<'a, T> {
     pub(crate) weights: Option<ArrayViewMut4<'a, T>>,
 }
 
+impl<T> Outputs<'_, T> {
+    fn is_empty(&self) -> bool {
+        let (lse, weights) = (self.lse.as_ref(), self.weights.as_ref());
+        self.context.is_empty() && lse.is_none_or(|lse| lse.is_empty()) && weights.is_none_or(|w| w.is_empty())
+    }
+}
+
 /// The body of [`Compiled::check`](crate::compiled::Compiled::check).
 pub(crate) fn check<T: Element>([q, k, v]: [&ArrayRef4<T>; 3], options: &Options<'_, T>) -> Result<Dims> {
     options.chosen_path()?;
@@ -174,8 +181,8 @@ pub(crate) fn attend<T: Element>(
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
     let problem = Problem::new(q, k, v, options)?;
-    if problem.dims.batch == 0 || problem.dims.q_len == 0 {
-        // Nothing to fill, however many heads a broadcast view claims to have.
+    if outputs.is_empty() {
+        // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
         return Ok(());
     }
     match options.chosen_path()? {

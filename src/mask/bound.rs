@@ -63,16 +63,24 @@ impl<'a> BoundMask<'a> {
         HeadMask { mask: self.mask, entry, head, interval }
     }
 
-    /// Whether query i of batch entry `entry` and head `head` may attend to key j.
+    /// Whether query i of batch entry `entry` and head `head` may attend to key j; what lies outside of the lengths sees
+    /// nothing.
     pub fn sees(&self, entry: usize, head: usize, i: usize, j: usize) -> bool {
-        self.head(entry, head).sees(i, j)
+        self.holds(entry, head) && i < self.dims[2] && self.head(entry, head).sees(i, j)
     }
 
     /// What the queries `rows` may see of the keys `keys`. `Some` may be answered where all or nothing would be
-    /// right for a dense mask; `Nothing` and `All` are always right.
+    /// right for a dense mask; `Nothing` and `All` are always right. Rows and keys beyond the lengths are left out.
     pub fn tile(&self, entry: usize, head: usize, rows: Range<usize>, keys: Range<usize>) -> Visibility {
         let [_, _, q_len, kv_len] = self.dims;
+        if !self.holds(entry, head) {
+            return Visibility::Nothing;
+        }
         self.head(entry, head).tile(rows.start..rows.end.min(q_len), keys.start..keys.end.min(kv_len))
+    }
+
+    fn holds(&self, entry: usize, head: usize) -> bool {
+        entry < self.dims[0] && head < self.dims[1]
     }
 
     /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
@@ -84,17 +92,19 @@ impl<'a> BoundMask<'a> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn visible_pairs(&self) -> u64 {
-        let [batch, heads, q_len, _] = self.dims;
+        let [batch, num_heads, q_len, _] = self.dims;
         let Mask { key_ranges, dense, .. } = self.mask;
-        if !dense.is_empty() {
-            let rules = (0..batch).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
-            return rules.map(|rules| rules.dense_pairs(q_len)).fold(0, u64::saturating_add);
-        }
-        // All heads see the same, and all entries do where no range tells them apart.
-        let entries = if key_ranges.is_empty() { batch.min(1) } else { batch };
-        let pairs = (0..entries).map(|entry| self.head(entry, 0).interval.pairs(q_len)).fold(0, u64::saturating_add);
-        let times = (heads as u64).saturating_mul((batch / entries.max(1)) as u64);
-        pairs.saturating_mul(times)
+        // Entries and heads that no rule tells apart see the same.
+        let differ = |axis| dense.iter().any(|dense| dense.differs_along(axis));
+        let entries = if key_ranges.is_empty() && !differ(0) { batch.min(1) } else { batch };
+        let heads = if differ(1) { num_heads } else { num_heads.min(1) };
+        let rules = (0..entries).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
+        let pairs = rules.map(|rules| match rules.is_dense() {
+            true => rules.dense_pairs(q_len),
+            false => rules.interval.pairs(q_len),
+        });
+        let times = ((batch / entries.max(1)) as u64).saturating_mul((num_heads / heads.max(1)) as u64);
+        pairs.fold(0, u64::saturating_add).saturating_mul(times)
     }
 
     /// `[batch, num_heads, q_len, kv_len]`, `true` where a pair is visible.
@@ -108,7 +118,8 @@ impl<'a> BoundMask<'a> {
         let len = self.dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(too_large)?;
         let mut pairs = Vec::new();
         pairs.try_reserve_exact(len).map_err(|_| too_large())?;
-        for entry in 0..batch {
+        // Without pairs there is nothing to walk, however long the other axes are.
+        for entry in 0..if len == 0 { 0 } else { batch } {
             for head in 0..heads {
                 let rules = self.head(entry, head);
                 pairs.extend((0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j))).map(|(i, j)| rules.sees(i, j)));
@@ -123,7 +134,7 @@ impl fmt::Display for BoundMask<'_> {
         let [batch, heads, q_len, kv_len] = self.dims;
         for entry in 0..batch {
             for head in 0..heads {
-                if batch * heads > 1 {
+                if batch > 1 || heads > 1 {
                     writeln!(f, "batch {entry}, head {head}:")?;
                 }
                 let rules = self.head(entry, head);

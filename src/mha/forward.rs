@@ -21,7 +21,7 @@ pub trait Sequence: Dimension + sealed::Sealed {
     fn batched<T>(array: &ArrayRef<T, Self>) -> ArrayView3<'_, T>;
     /// The view with a batch axis, to be written to.
     fn batched_mut<T>(array: &mut ArrayRef<T, Self>) -> ArrayViewMut3<'_, T>;
-    /// The array as it came, without the batch axis if it had none.
+    /// The array as it came; for rank 2 its first batch entry, without rows if there is none.
     fn unbatched<T: Element>(array: Array3<T>) -> Array<T, Self>;
 }
 
@@ -51,7 +51,10 @@ impl Sequence for Ix2 {
         array.view_mut().insert_axis(Axis(0))
     }
     fn unbatched<T: Element>(array: Array3<T>) -> Array2<T> {
-        array.index_axis_move(Axis(0), 0)
+        match array.dim() {
+            (0, _, width) => Array2::zeros((0, width)),
+            _ => array.index_axis_move(Axis(0), 0),
+        }
     }
 }
 
