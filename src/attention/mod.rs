@@ -55,6 +55,14 @@ pub struct Attended<T> {
 
 impl<T: Element> Attended<T> {
     /// `[batch, q_len, kv_len]`: the weights averaged over the heads, if there are weights.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::Array4, Options};
+    /// let q = Array4::<f32>::zeros((1, 2, 3, 8));
+    /// let mean = attention::forward(&q, &q, &q, &Options::new().weights())?.mean_weights().unwrap();
+    /// assert_eq!(mean.shape(), [1, 3, 3]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     #[doc(alias = "average_attn_weights")]
     pub fn mean_weights(&self) -> Option<Array3<T>> {
         let weights = self.weights.as_ref()?;
@@ -87,7 +95,8 @@ impl<T: Element> Attended<T> {
 ///
 /// # Errors
 /// [`crate::Error`] names the argument: shapes that do not fit each other, a head count that cannot be grouped, a mask,
-/// bias or sinks of the wrong shape, a scale or softcap out of range, a result that does not fit into memory.
+/// bias or sinks of the wrong shape, a scale or softcap out of range, a level that this CPU cannot run, weights asked
+/// of the tiled path, a result that does not fit into memory.
 #[doc(alias = "scaled_dot_product_attention")]
 #[doc(alias = "sdpa")]
 pub fn forward<T: Element>(
@@ -115,7 +124,7 @@ pub fn forward<T: Element>(
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
-/// held before does not matter.
+/// held before does not matter. Weights and lse are not returned.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};

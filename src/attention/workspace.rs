@@ -6,8 +6,8 @@ use crate::element::Element;
 ///
 /// It grows to what the largest call needed and is kept until it is dropped. What it holds never matters.
 ///
-/// For each thread of the pool, with `rows` the query rows of a work item (at most 384, or one query position of a group) and
-/// `value_width` the value width rounded up to 16, the tiled path takes
+/// For each thread of the pool, with `rows` the query rows of a work item (at most 384, or one query position of a
+/// group) and `value_width` the value width rounded up to 16, the tiled path takes
 /// `rows * (head_dim + value_width + 17) + 64 * (head_dim + 15 + value_width) + 768` numbers: 0.25 MiB for heads of 64
 /// in `f32`, whatever the lengths.
 ///

@@ -63,8 +63,8 @@ impl<'a> BoundMask<'a> {
         HeadMask { mask: self.mask, entry, head, interval }
     }
 
-    /// Whether query i of batch entry `entry` and head `head` may attend to key j; what lies outside of the lengths sees
-    /// nothing.
+    /// Whether query i of batch entry `entry` and head `head` may attend to key j. Outside of the lengths
+    /// nothing is visible.
     pub fn sees(&self, entry: usize, head: usize, i: usize, j: usize) -> bool {
         self.holds(entry, head) && i < self.dims[2] && self.head(entry, head).sees(i, j)
     }

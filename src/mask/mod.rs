@@ -91,6 +91,12 @@ impl Mask {
     }
 
     /// `j <= i + offset`: query 0 stands at key position `offset`.
+    ///
+    /// ```
+    /// use multihead::Mask;
+    /// assert_eq!(Mask::causal_offset(1).bind(1, 1, 2, 4)?.to_string(), "1 1 0 0\n1 1 1 0\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn causal_offset(offset: usize) -> Self {
         Self::band(Band::causal(Align::Offset(offset)))
     }
@@ -127,6 +133,16 @@ impl Mask {
 
     /// The keys `ranges[b]` of batch entry b are valid; the ones before and after are padding and are never read.
     /// For left-padded batches.
+    ///
+    /// ```
+    /// use multihead::Mask;
+    /// let mask = Mask::causal() & Mask::key_ranges(&[1..3, 0..3]);
+    /// assert_eq!(
+    ///     mask.bind(2, 1, 3, 3)?.to_string(),
+    ///     "batch 0, head 0:\n0 0 0\n0 1 0\n0 1 1\nbatch 1, head 0:\n1 0 0\n1 1 0\n1 1 1\n",
+    /// );
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn key_ranges(ranges: &[Range<usize>]) -> Self {
         Self { key_ranges: vec![KeyRanges::new("key_ranges", ranges.to_vec())], ..Self::default() }
     }
@@ -135,10 +151,17 @@ impl Mask {
     ///
     /// `keep: [batch, kv_len]`, an axis of length 1 stands for all. It is a mask and not a length: the bottom-right
     /// position still counts all keys.
-    #[doc(alias = "key_padding_mask")]
+    ///
+    /// ```
+    /// use multihead::{ndarray::array, Mask};
+    /// let mask = Mask::keep_keys(&array![[true, false, true]])?;
+    /// assert_eq!(mask.bind(1, 1, 2, 3)?.to_string(), "1 0 1\n1 0 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
+    #[doc(alias = "key_padding_mask")]
     pub fn keep_keys(keep: &ArrayRef2<bool>) -> Result<Self> {
         Ok(Self::dense(Dense::keys(keep)?))
     }
@@ -157,6 +180,7 @@ impl Mask {
     ///
     /// # Errors
     /// [`crate::Error::Rank`] for any other rank; rank 3 could mean one mask per batch entry or one per head.
+    /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
     pub fn keep<D: Dimension>(keep: &ArrayRef<bool, D>) -> Result<Self> {
         Ok(Self::dense(Dense::pairs("keep", keep, |kept| kept)?))
     }
@@ -165,8 +189,15 @@ impl Mask {
     ///
     /// `drop: [q_len, kv_len]` or `[batch, heads, q_len, kv_len]`; an axis of length 1 is broadcast.
     ///
+    /// ```
+    /// use multihead::{ndarray::array, Mask};
+    /// let mask = Mask::drop(&array![[false, true], [false, false]])?;
+    /// assert_eq!(mask.bind(1, 1, 2, 2)?.to_string(), "1 0\n1 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
     /// # Errors
-    /// [`crate::Error::Rank`] for any other rank.
+    /// As [`Mask::keep`].
     pub fn drop<D: Dimension>(drop: &ArrayRef<bool, D>) -> Result<Self> {
         Ok(Self::dense(Dense::pairs("drop", drop, |dropped| !dropped)?))
     }

@@ -85,6 +85,13 @@ impl<T: Element> Builder<T> {
 
     /// Query head h reads KV head `kv_of_head[h]`, in groups of any size. Without [`Builder::num_kv_heads`] there are
     /// as many KV heads as the map names.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(12, 3).kv_of_head(&[0, 1, 0]).build()?;
+    /// assert_eq!(mha.w_k().shape(), [12, 2 * 4]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn kv_of_head(mut self, kv_of_head: &[usize]) -> Self {
         self.kv_of_head = Some(kv_of_head.to_vec());
         self
@@ -187,6 +194,16 @@ impl<T: Element> Builder<T> {
     }
 
     /// A layer with these weights. Biases and sinks are there if the weights have them, whatever the builder says.
+    ///
+    /// ```
+    /// use multihead::{ndarray::Array2, MultiHeadAttention, Weights};
+    /// // 4 query heads of width 2 share 2 KV heads.
+    /// let (eye, half) = (Array2::<f32>::eye(8), Array2::ones((8, 4)));
+    /// let weights = Weights::new(eye.clone(), half.clone(), half, eye);
+    /// let mha = MultiHeadAttention::builder(8, 4).num_kv_heads(2).from_weights(weights)?;
+    /// assert_eq!(mha.config().heads.num_kv_heads(), 2);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Builder::build`], and [`Error::Shape`] names the array that does not fit.

@@ -118,7 +118,9 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error`] names the argument that does not fit: the width of `x`, the shape of a mask.
+    /// [`crate::Error`] names the argument that does not fit: the width of `x`, which the text calls `query`, `key`
+    /// or `value` since it is all three, or the shape of a mask; [`crate::Error::TooLarge`] if the projections or the
+    /// result do not fit into memory.
     pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, mask: &Mask) -> Result<Array<T, D>> {
         let attended = self.attend(&Inputs::new(x), &Options::new().mask(mask))?;
         Ok(D::unbatched(attended.output))
@@ -137,7 +139,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward`].
+    /// As [`MultiHeadAttention::forward`]; `context` stands under the names `key` and `value` in the text.
     pub fn forward_cross<D: Sequence>(
         &self,
         query: &ArrayRef<T, D>,
@@ -174,7 +176,8 @@ impl<T: Element> MultiHeadAttention<T> {
         self.attend_into(&Inputs::new(x), &Options::new().mask(mask), &mut D::batched_mut(output), workspace)
     }
 
-    /// Attention with everything that a call can ask for: other keys and values, bias, weights, path.
+    /// Attention with everything that a call can ask for: other keys and values, bias, weights, path. The output has a
+    /// batch axis, of length 1 for inputs without one.
     ///
     /// The layer's own scale, softcap, head map and sinks hold; those of `options` are for the functional core.
     ///
@@ -189,7 +192,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward`].
+    /// As [`MultiHeadAttention::forward`] and, for what the options ask, as [`crate::attention::forward`].
     pub fn attend(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<LayerOutput<T>> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let mut output = zeros("output", "[batch, q_len, d_model]", (batch, q_len, d_model))?;
@@ -217,7 +220,8 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward_into`].
+    /// As [`MultiHeadAttention::attend`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
+    /// written then.
     pub fn attend_into(
         &self,
         inputs: &Inputs<'_, T>,
