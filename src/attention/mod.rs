@@ -203,3 +203,19 @@ pub(crate) fn attend<T: Element>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broadcast_batches_of_values_without_width_are_not_walked() -> Result<()> {
+        let (one, none) = (Array4::<f32>::ones((1, 1, 1, 1)), Array4::<f32>::ones((1, 1, 1, 0)));
+        let (batch, mut context) = (1 << 40, Array4::zeros((1 << 40, 1, 1, 0)));
+        let (q, v) = (one.broadcast((batch, 1, 1, 1)).unwrap(), none.broadcast((batch, 1, 1, 0)).unwrap());
+        for path in [Path::Reference, Path::Dense, Path::Tiled] {
+            forward_into(&q, &q, &v, &Options::new().path(path), &mut context, &mut Workspace::new())?;
+        }
+        Ok(())
+    }
+}

@@ -360,6 +360,27 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_seen_outside_of_the_lengths() {
+        let mask = Mask::keep(&Array4::from_elem((2, 2, 2, 2), true)).unwrap();
+        let bound = mask.bind(2, 2, 2, 2).unwrap();
+        for [entry, head, i, j] in [[0, 2, 0, 0], [0, 0, 2, 0], [0, 0, 0, 2], [usize::MAX, 0, 0, 0]] {
+            assert!(!bound.sees(entry, head, i, j));
+        }
+        assert_eq!(bound.tile(usize::MAX, 0, 0..2, 0..2), Visibility::Nothing);
+        assert_eq!(bound.tile(1, 1, 0..9, 0..9), Visibility::All);
+    }
+
+    #[test]
+    fn lengths_without_pairs_are_not_walked() {
+        let none = Mask::none();
+        assert!(none.bind(usize::MAX, 1, 0, 4).unwrap().to_array().is_err());
+        let one = Mask::keep(&Array2::from_elem((1, 1), true)).unwrap();
+        assert_eq!(one.bind(usize::MAX, 1, 1, 1).unwrap().visible_pairs(), u64::MAX);
+        let heads = Mask::keep(&Array4::from_shape_fn((1, 3, 2, 2), |(_, h, i, j)| h >= i + j)).unwrap();
+        assert_eq!(heads.bind(4, 3, 2, 2).unwrap().visible_pairs(), 4 * (1 + 3 + 4));
+    }
+
+    #[test]
     fn empty_lengths_are_legal() {
         for dims in [[0, 1, 3, 4], [1, 1, 0, 4], [1, 1, 3, 0], [2, 0, 3, 4]] {
             let mask = Mask::causal() & Mask::window(1, 1);

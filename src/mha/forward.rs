@@ -322,3 +322,14 @@ fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>>
 fn too_long(error: ndarray::ShapeError) -> Error {
     Error::value("shape", "lengths that fit each other", error)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_without_entries_has_no_first_one() {
+        assert_eq!(Ix2::unbatched(Array3::<f32>::zeros((0, 3, 4))).shape(), [0, 4]);
+        assert_eq!(Ix2::unbatched(Array3::<f32>::zeros((1, 3, 4))).shape(), [3, 4]);
+    }
+}
