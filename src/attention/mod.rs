@@ -58,9 +58,9 @@ impl<T: Element> Attended<T> {
     ///
     /// ```
     /// use multihead::{attention, ndarray::Array4, Options};
-    /// let q = Array4::<f32>::ones((1, 2, 3, 8));
-    /// let attended = attention::forward(&q, &q, &q, &Options::new().weights())?;
-    /// assert_eq!(attended.mean_weights().map(|w| w.dim()), Some((1, 3, 3)));
+    /// let q = Array4::<f32>::zeros((1, 2, 3, 8));
+    /// let mean = attention::forward(&q, &q, &q, &Options::new().weights())?.mean_weights().unwrap();
+    /// assert_eq!(mean.shape(), [1, 3, 3]);
     /// # Ok::<(), multihead::Error>(())
     /// ```
     #[doc(alias = "average_attn_weights")]
@@ -95,7 +95,8 @@ impl<T: Element> Attended<T> {
 ///
 /// # Errors
 /// [`crate::Error`] names the argument: shapes that do not fit each other, a head count that cannot be grouped, a mask,
-/// bias or sinks of the wrong shape, a scale or softcap out of range, a result that does not fit into memory.
+/// bias or sinks of the wrong shape, a scale or softcap out of range, a level that this CPU cannot run, weights asked
+/// of the tiled path, a result that does not fit into memory.
 #[doc(alias = "scaled_dot_product_attention")]
 #[doc(alias = "sdpa")]
 pub fn forward<T: Element>(
@@ -123,7 +124,7 @@ pub fn forward<T: Element>(
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
-/// held before does not matter.
+/// held before does not matter. Weights and lse are not returned.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};
@@ -162,6 +163,13 @@ pub(crate) struct Outputs<'a, T> {
     pub(crate) weights: Option<ArrayViewMut4<'a, T>>,
 }
 
+impl<T> Outputs<'_, T> {
+    fn is_empty(&self) -> bool {
+        let (lse, weights) = (self.lse.as_ref(), self.weights.as_ref());
+        self.context.is_empty() && lse.is_none_or(|lse| lse.is_empty()) && weights.is_none_or(|w| w.is_empty())
+    }
+}
+
 /// The body of [`Compiled::check`](crate::compiled::Compiled::check).
 pub(crate) fn check<T: Element>([q, k, v]: [&ArrayRef4<T>; 3], options: &Options<'_, T>) -> Result<Dims> {
     options.chosen_path()?;
@@ -182,8 +190,8 @@ pub(crate) fn attend<T: Element>(
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
     let problem = Problem::new(q, k, v, options)?;
-    if problem.dims.batch == 0 || problem.dims.q_len == 0 {
-        // Nothing to fill, however many heads a broadcast view claims to have.
+    if outputs.is_empty() {
+        // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
         return Ok(());
     }
     match options.chosen_path()? {
@@ -193,5 +201,21 @@ pub(crate) fn attend<T: Element>(
             forward::forward(&problem, options, outputs, workspace);
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broadcast_batches_of_values_without_width_are_not_walked() -> Result<()> {
+        let (one, none) = (Array4::<f32>::ones((1, 1, 1, 1)), Array4::<f32>::ones((1, 1, 1, 0)));
+        let (batch, mut context) = (1 << 40, Array4::zeros((1 << 40, 1, 1, 0)));
+        let (q, v) = (one.broadcast((batch, 1, 1, 1)).unwrap(), none.broadcast((batch, 1, 1, 0)).unwrap());
+        for path in [Path::Reference, Path::Dense, Path::Tiled] {
+            forward_into(&q, &q, &v, &Options::new().path(path), &mut context, &mut Workspace::new())?;
+        }
+        Ok(())
     }
 }

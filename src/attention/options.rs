@@ -93,18 +93,20 @@ impl<'a, T: Element> Options<'a, T> {
     /// Added to the scores after scale and softcap: `[q_len, kv_len]` or `[batch, num_heads, q_len, kv_len]`, an axis
     /// of length 1 is broadcast. -inf hides a pair; any finite value, `f32::MIN` too, is only a number.
     ///
-    /// # Errors
-    /// [`crate::Error::Rank`] for any other rank.
-    ///
     /// ```
-    /// use multihead::{attention, ndarray::{array, Array4}, Options};
-    /// let (q, k) = (Array4::zeros((1, 1, 1, 1)), Array4::zeros((1, 1, 2, 1)));
-    /// let v = array![[[[1.0], [100.0]]]];
-    /// let bias = array![[3f64.ln(), 0.0]];
-    /// let attended = attention::forward(&q, &k, &v, &Options::new().bias(&bias)?)?;
-    /// assert!((attended.context[[0, 0, 0, 0]] - 25.75).abs() < 1e-12);
+    /// use multihead::{attention, ndarray::Array4, Options};
+    /// let q = Array4::<f32>::zeros((1, 2, 3, 8));
+    /// // ALiBi: a slope for each head times the distance.
+    /// let slopes = [0.5, 0.25];
+    /// let bias = Array4::from_shape_fn((1, 2, 3, 3), |(_, head, i, j)| -slopes[head] * i.abs_diff(j) as f32);
+    /// let attended = attention::forward(&q, &q, &q, &Options::new().bias(&bias)?.weights())?;
+    /// let near_and_far = attended.weights.map(|w| w[[0, 0, 0, 1]] / w[[0, 0, 0, 2]]).unwrap();
+    /// assert!((near_and_far - 0.5f32.exp()).abs() < 1e-6);
     /// # Ok::<(), multihead::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Rank`] for any other rank.
     pub fn bias<D: Dimension>(mut self, bias: &'a ArrayRef<T, D>) -> Result<Self> {
         self.bias = Some(rank_2_or_4("bias", bias)?);
         Ok(self)
@@ -115,10 +117,11 @@ impl<'a, T: Element> Options<'a, T> {
     ///
     /// ```
     /// use multihead::{attention, ndarray::{array, Array4}, Options};
-    /// let x = Array4::<f64>::ones((1, 1, 1, 1));
-    /// // One key of score 1 and a sink of 1: half of the weight goes nowhere.
-    /// let attended = attention::forward(&x, &x, &x, &Options::new().sinks(&array![1.0]))?;
-    /// assert!((attended.context[[0, 0, 0, 0]] - 0.5).abs() < 1e-12);
+    /// let (q, v) = (Array4::<f32>::zeros((1, 1, 1, 8)), Array4::ones((1, 1, 1, 8)));
+    /// let sinks = array![0.0];
+    /// let attended = attention::forward(&q, &q, &v, &Options::new().sinks(&sinks))?;
+    /// // One key with score 0 shares evenly with the sink.
+    /// assert_eq!(attended.context[[0, 0, 0, 0]], 0.5);
     /// # Ok::<(), multihead::Error>(())
     /// ```
     #[doc(alias = "add_zero_attn")]
@@ -131,10 +134,12 @@ impl<'a, T: Element> Options<'a, T> {
     /// Which KV head each query head reads, where it is not `h / group_size`.
     ///
     /// ```
-    /// use multihead::{HeadMap, Options};
-    /// let uneven = HeadMap::explicit(&[0, 1, 1], 2)?;
-    /// let options = Options::<f32>::new().heads(&uneven);
-    /// # let _ = options;
+    /// use multihead::{attention, ndarray::Array4, HeadMap, Options};
+    /// let (q, k) = (Array4::<f32>::zeros((1, 3, 1, 8)), Array4::zeros((1, 2, 1, 8)));
+    /// let v = Array4::from_shape_fn((1, 2, 1, 1), |(_, head, _, _)| head as f32);
+    /// let map = HeadMap::explicit(&[0, 1, 0], 2)?;
+    /// let attended = attention::forward(&q, &k, &v, &Options::new().heads(&map))?;
+    /// assert_eq!(attended.context.into_raw_vec_and_offset().0, [0.0, 1.0, 0.0]);
     /// # Ok::<(), multihead::Error>(())
     /// ```
     #[doc(alias = "enable_gqa")]

@@ -164,7 +164,7 @@ pub(crate) fn check_scale<T: Element>(scale: f64) -> Result<T> {
 pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {
     let expected = "a finite number above 0";
     let value: T = finite("softcap", expected, softcap)?;
-    if value > T::zero() { Ok(value) } else { Err(Error::value("softcap", expected, softcap)) }
+    if value > T::zero() { Ok(value) } else { Err(Error::value("softcap", expected, shown::<T>(softcap))) }
 }
 
 fn check_level(level: Level) -> Result<Level> {
@@ -178,7 +178,16 @@ fn check_level(level: Level) -> Result<Level> {
 /// The number in the type of the call; one that only `f64` can hold is refused.
 fn finite<T: Element>(argument: &'static str, expected: &'static str, number: f64) -> Result<T> {
     let value = T::from_f64(number);
-    if value.is_finite() { Ok(value) } else { Err(Error::value(argument, expected, number)) }
+    if value.is_finite() { Ok(value) } else { Err(Error::value(argument, expected, shown::<T>(number))) }
+}
+
+/// A refused number in few digits, with what it would be in the type of the call where that is another number.
+fn shown<T: Element>(number: f64) -> String {
+    let value = T::from_f64(number);
+    match number.is_finite() && (value.is_infinite() || value.is_zero() && number != 0.0) {
+        true => format!("{number:e}, which is {value} in {}", std::any::type_name::<T>()),
+        false => format!("{number}"),
+    }
 }
 
 fn check_sinks<T>(sinks: ArrayView1<'_, T>, num_heads: usize) -> Result<ArrayView1<'_, T>> {

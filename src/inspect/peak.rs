@@ -37,15 +37,21 @@ impl Peak {
         (sums.len() * kernels.multiply_adds_flop(STEPS)) as f64 / seconds / 1e9
     }
 
-    /// Billions of bytes a second that all threads of the pool together read from a buffer of `bytes` bytes.
+    /// Billions of bytes a second that all threads of the pool together read from a buffer of `bytes` bytes; 0 if there
+    /// is no memory for it.
     ///
     /// ```
     /// use multihead::inspect::Peak;
     /// assert!(Peak::read_gbs(1 << 20) > 0.0);
+    /// assert_eq!(Peak::read_gbs(usize::MAX), 0.0);
     /// ```
     pub fn read_gbs(bytes: usize) -> f64 {
         let threads = parallel::workers(f64::MAX, usize::MAX);
-        let buffer = vec![1f32; bytes / size_of::<f32>()];
+        let mut buffer = Vec::new();
+        if buffer.try_reserve_exact(bytes / size_of::<f32>()).is_err() {
+            return 0.0;
+        }
+        buffer.resize(bytes / size_of::<f32>(), 1f32);
         let kernels = f32::kernels(Level::best());
         let mut parts: Vec<_> = buffer.chunks(buffer.len().div_ceil(threads).max(1)).map(|part| (part, 0.0)).collect();
         let seconds = best_of(5, || parallel::for_each_worker(&mut parts, |(part, sum)| *sum = kernels.read_all(part)));

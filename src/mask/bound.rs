@@ -63,7 +63,8 @@ impl<'a> BoundMask<'a> {
         HeadMask { mask: self.mask, entry, head, interval }
     }
 
-    /// Whether query i of batch entry `entry` and head `head` may attend to key j.
+    /// Whether query i of batch entry `entry` and head `head` may attend to key j. Outside of the lengths
+    /// nothing is visible.
     ///
     /// ```
     /// # use multihead::Mask;
@@ -72,11 +73,11 @@ impl<'a> BoundMask<'a> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn sees(&self, entry: usize, head: usize, i: usize, j: usize) -> bool {
-        self.head(entry, head).sees(i, j)
+        self.holds(entry, head) && i < self.dims[2] && self.head(entry, head).sees(i, j)
     }
 
     /// What the queries `rows` may see of the keys `keys`. `Some` may be answered where all or nothing would be
-    /// right for a dense mask; `Nothing` and `All` are always right.
+    /// right for a dense mask; `Nothing` and `All` are always right. Rows and keys beyond the lengths are left out.
     ///
     /// ```
     /// use multihead::{Mask, Visibility};
@@ -88,7 +89,14 @@ impl<'a> BoundMask<'a> {
     /// ```
     pub fn tile(&self, entry: usize, head: usize, rows: Range<usize>, keys: Range<usize>) -> Visibility {
         let [_, _, q_len, kv_len] = self.dims;
+        if !self.holds(entry, head) {
+            return Visibility::Nothing;
+        }
         self.head(entry, head).tile(rows.start..rows.end.min(q_len), keys.start..keys.end.min(kv_len))
+    }
+
+    fn holds(&self, entry: usize, head: usize) -> bool {
+        entry < self.dims[0] && head < self.dims[1]
     }
 
     /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
@@ -100,17 +108,19 @@ impl<'a> BoundMask<'a> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn visible_pairs(&self) -> u64 {
-        let [batch, heads, q_len, _] = self.dims;
+        let [batch, num_heads, q_len, _] = self.dims;
         let Mask { key_ranges, dense, .. } = self.mask;
-        if !dense.is_empty() {
-            let rules = (0..batch).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
-            return rules.map(|rules| rules.dense_pairs(q_len)).fold(0, u64::saturating_add);
-        }
-        // All heads see the same, and all entries do where no range tells them apart.
-        let entries = if key_ranges.is_empty() { batch.min(1) } else { batch };
-        let pairs = (0..entries).map(|entry| self.head(entry, 0).interval.pairs(q_len)).fold(0, u64::saturating_add);
-        let times = (heads as u64).saturating_mul((batch / entries.max(1)) as u64);
-        pairs.saturating_mul(times)
+        // Entries and heads that no rule tells apart see the same.
+        let differ = |axis| dense.iter().any(|dense| dense.differs_along(axis));
+        let entries = if key_ranges.is_empty() && !differ(0) { batch.min(1) } else { batch };
+        let heads = if differ(1) { num_heads } else { num_heads.min(1) };
+        let rules = (0..entries).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
+        let pairs = rules.map(|rules| match rules.is_dense() {
+            true => rules.dense_pairs(q_len),
+            false => rules.interval.pairs(q_len),
+        });
+        let times = ((batch / entries.max(1)) as u64).saturating_mul((num_heads / heads.max(1)) as u64);
+        pairs.fold(0, u64::saturating_add).saturating_mul(times)
     }
 
     /// `[batch, num_heads, q_len, kv_len]`, `true` where a pair is visible.
@@ -131,7 +141,8 @@ impl<'a> BoundMask<'a> {
         let len = self.dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(too_large)?;
         let mut pairs = Vec::new();
         pairs.try_reserve_exact(len).map_err(|_| too_large())?;
-        for entry in 0..batch {
+        // Without pairs there is nothing to walk, however long the other axes are.
+        for entry in 0..if len == 0 { 0 } else { batch } {
             for head in 0..heads {
                 let rules = self.head(entry, head);
                 pairs.extend((0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j))).map(|(i, j)| rules.sees(i, j)));
@@ -146,7 +157,7 @@ impl fmt::Display for BoundMask<'_> {
         let [batch, heads, q_len, kv_len] = self.dims;
         for entry in 0..batch {
             for head in 0..heads {
-                if batch * heads > 1 {
+                if batch > 1 || heads > 1 {
                     writeln!(f, "batch {entry}, head {head}:")?;
                 }
                 let rules = self.head(entry, head);
@@ -369,6 +380,27 @@ mod tests {
             Mask::keep(&rank_3).unwrap_err().to_string(),
             "keep: expected rank 2 [q_len, kv_len] or rank 4 [batch, num_heads, q_len, kv_len], got rank 3 [2, 4, 5]"
         );
+    }
+
+    #[test]
+    fn nothing_is_seen_outside_of_the_lengths() {
+        let mask = Mask::keep(&Array4::from_elem((2, 2, 2, 2), true)).unwrap();
+        let bound = mask.bind(2, 2, 2, 2).unwrap();
+        for [entry, head, i, j] in [[0, 2, 0, 0], [0, 0, 2, 0], [0, 0, 0, 2], [usize::MAX, 0, 0, 0]] {
+            assert!(!bound.sees(entry, head, i, j));
+        }
+        assert_eq!(bound.tile(usize::MAX, 0, 0..2, 0..2), Visibility::Nothing);
+        assert_eq!(bound.tile(1, 1, 0..9, 0..9), Visibility::All);
+    }
+
+    #[test]
+    fn lengths_without_pairs_are_not_walked() {
+        let none = Mask::none();
+        assert!(none.bind(usize::MAX, 1, 0, 4).unwrap().to_array().is_err());
+        let one = Mask::keep(&Array2::from_elem((1, 1), true)).unwrap();
+        assert_eq!(one.bind(usize::MAX, 1, 1, 1).unwrap().visible_pairs(), u64::MAX);
+        let heads = Mask::keep(&Array4::from_shape_fn((1, 3, 2, 2), |(_, h, i, j)| h >= i + j)).unwrap();
+        assert_eq!(heads.bind(4, 3, 2, 2).unwrap().visible_pairs(), 4 * (1 + 3 + 4));
     }
 
     #[test]

@@ -64,6 +64,11 @@ impl Dense {
         Err(Error::Shape { argument: self.constructor, axes, expected, got })
     }
 
+    /// Whether the places along an axis can differ: it is not broadcast.
+    pub(super) fn differs_along(&self, axis: usize) -> bool {
+        self.shape[axis] != 1
+    }
+
     /// Bit b is set where query i of head h may attend to key `64 * word + b`.
     pub(crate) fn word(&self, entry: usize, head: usize, i: usize, word: usize) -> u64 {
         let at = |axis: usize, index: usize| if self.shape[axis] == 1 { 0 } else { index };

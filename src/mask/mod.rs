@@ -110,7 +110,7 @@ impl Mask {
     /// `j <= i + offset`: query 0 stands at key position `offset`.
     ///
     /// ```
-    /// # use multihead::Mask;
+    /// use multihead::Mask;
     /// assert_eq!(Mask::causal_offset(1).bind(1, 1, 2, 4)?.to_string(), "1 1 0 0\n1 1 1 0\n");
     /// # Ok::<(), multihead::Error>(())
     /// ```
@@ -164,9 +164,12 @@ impl Mask {
     /// For left-padded batches.
     ///
     /// ```
-    /// # use multihead::Mask;
-    /// let left_padded = Mask::key_ranges(&[1..4, 3..4]);
-    /// assert!(!left_padded.bind(2, 1, 1, 4)?.sees(1, 0, 0, 2));
+    /// use multihead::Mask;
+    /// let mask = Mask::causal() & Mask::key_ranges(&[1..3, 0..3]);
+    /// assert_eq!(
+    ///     mask.bind(2, 1, 3, 3)?.to_string(),
+    ///     "batch 0, head 0:\n0 0 0\n0 1 0\n0 1 1\nbatch 1, head 0:\n1 0 0\n1 1 0\n1 1 1\n",
+    /// );
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn key_ranges(ranges: &[Range<usize>]) -> Self {
@@ -177,17 +180,17 @@ impl Mask {
     ///
     /// `keep: [batch, kv_len]`, an axis of length 1 stands for all. It is a mask and not a length: the bottom-right
     /// position still counts all keys.
-    #[doc(alias = "key_padding_mask")]
-    ///
-    /// # Errors
-    /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
     ///
     /// ```
     /// use multihead::{ndarray::array, Mask};
     /// let mask = Mask::keep_keys(&array![[true, false, true]])?;
-    /// assert_eq!(mask.bind(1, 1, 1, 3)?.to_string(), "1 0 1\n");
+    /// assert_eq!(mask.bind(1, 1, 2, 3)?.to_string(), "1 0 1\n1 0 1\n");
     /// # Ok::<(), multihead::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
+    #[doc(alias = "key_padding_mask")]
     pub fn keep_keys(keep: &ArrayRef2<bool>) -> Result<Self> {
         Ok(Self::dense(Dense::keys(keep)?))
     }
@@ -206,6 +209,7 @@ impl Mask {
     ///
     /// # Errors
     /// [`crate::Error::Rank`] for any other rank; rank 3 could mean one mask per batch entry or one per head.
+    /// [`crate::Error::TooLarge`] if the bits of a broadcast view do not fit into memory.
     pub fn keep<D: Dimension>(keep: &ArrayRef<bool, D>) -> Result<Self> {
         Ok(Self::dense(Dense::pairs("keep", keep, |kept| kept)?))
     }
@@ -214,15 +218,15 @@ impl Mask {
     ///
     /// `drop: [q_len, kv_len]` or `[batch, heads, q_len, kv_len]`; an axis of length 1 is broadcast.
     ///
-    /// # Errors
-    /// [`crate::Error::Rank`] for any other rank.
-    ///
     /// ```
     /// use multihead::{ndarray::array, Mask};
     /// let mask = Mask::drop(&array![[false, true], [false, false]])?;
     /// assert_eq!(mask.bind(1, 1, 2, 2)?.to_string(), "1 0\n1 1\n");
     /// # Ok::<(), multihead::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// As [`Mask::keep`].
     pub fn drop<D: Dimension>(drop: &ArrayRef<bool, D>) -> Result<Self> {
         Ok(Self::dense(Dense::pairs("drop", drop, |dropped| !dropped)?))
     }

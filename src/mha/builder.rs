@@ -94,9 +94,9 @@ impl<T: Element> Builder<T> {
     /// as many KV heads as the map names.
     ///
     /// ```
-    /// # use multihead::MultiHeadAttention;
-    /// let uneven = MultiHeadAttention::<f32>::builder(24, 3).kv_of_head(&[0, 1, 1]).build()?;
-    /// assert_eq!(uneven.w_k().shape(), [24, 2 * 8]);
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(12, 3).kv_of_head(&[0, 1, 0]).build()?;
+    /// assert_eq!(mha.w_k().shape(), [12, 2 * 4]);
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn kv_of_head(mut self, kv_of_head: &[usize]) -> Self {
@@ -287,16 +287,18 @@ impl<T: Element> Builder<T> {
 
     /// A layer with these weights. Biases and sinks are there if the weights have them, whatever the builder says.
     ///
-    /// # Errors
-    /// As [`Builder::build`], and [`Error::Shape`] names the array that does not fit.
-    ///
     /// ```
     /// use multihead::{ndarray::Array2, MultiHeadAttention, Weights};
-    /// let eye = Array2::<f32>::eye(4);
-    /// let weights = Weights::new(eye.clone(), eye.clone(), eye.clone(), Array2::eye(5));
-    /// let error = MultiHeadAttention::builder(4, 2).from_weights(weights).unwrap_err();
-    /// assert_eq!(error.to_string(), "w_o: expected [num_heads * value_dim, d_model] = [4, 4], got [5, 5]");
+    /// // 4 query heads of width 2 share 2 KV heads.
+    /// let (eye, half) = (Array2::<f32>::eye(8), Array2::ones((8, 4)));
+    /// let weights = Weights::new(eye.clone(), half.clone(), half, eye);
+    /// let mha = MultiHeadAttention::builder(8, 4).num_kv_heads(2).from_weights(weights)?;
+    /// assert_eq!(mha.config().heads.num_kv_heads(), 2);
+    /// # Ok::<(), multihead::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// As [`Builder::build`], and [`Error::Shape`] names the array that does not fit.
     pub fn from_weights(self, weights: Weights<T>) -> Result<MultiHeadAttention<T>> {
         let config = self.config()?;
         weights.check(&config)?;

@@ -21,7 +21,7 @@ pub trait Sequence: Dimension + sealed::Sealed {
     fn batched<T>(array: &ArrayRef<T, Self>) -> ArrayView3<'_, T>;
     /// The view with a batch axis, to be written to.
     fn batched_mut<T>(array: &mut ArrayRef<T, Self>) -> ArrayViewMut3<'_, T>;
-    /// The array as it came, without the batch axis if it had none.
+    /// The array as it came; for rank 2 its first batch entry, without rows if there is none.
     fn unbatched<T: Element>(array: Array3<T>) -> Array<T, Self>;
 }
 
@@ -51,7 +51,10 @@ impl Sequence for Ix2 {
         array.view_mut().insert_axis(Axis(0))
     }
     fn unbatched<T: Element>(array: Array3<T>) -> Array2<T> {
-        array.index_axis_move(Axis(0), 0)
+        match array.dim() {
+            (0, _, width) => Array2::zeros((0, width)),
+            _ => array.index_axis_move(Axis(0), 0),
+        }
     }
 }
 
@@ -136,7 +139,9 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error`] names the argument that does not fit: the width of `x`, the shape of a mask.
+    /// [`crate::Error`] names the argument that does not fit: the width of `x`, which the text calls `query`, `key`
+    /// or `value` since it is all three, or the shape of a mask; [`crate::Error::TooLarge`] if the projections or the
+    /// result do not fit into memory.
     pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, mask: &Mask) -> Result<Array<T, D>> {
         let attended = self.attend(&Inputs::new(x), &Options::new().mask(mask))?;
         Ok(D::unbatched(attended.output))
@@ -155,7 +160,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward`].
+    /// As [`MultiHeadAttention::forward`]; `context` stands under the names `key` and `value` in the text.
     pub fn forward_cross<D: Sequence>(
         &self,
         query: &ArrayRef<T, D>,
@@ -192,7 +197,8 @@ impl<T: Element> MultiHeadAttention<T> {
         self.attend_into(&Inputs::new(x), &Options::new().mask(mask), &mut D::batched_mut(output), workspace)
     }
 
-    /// Attention with everything that a call can ask for: other keys and values, bias, weights, path.
+    /// Attention with everything that a call can ask for: other keys and values, bias, weights, path. The output has a
+    /// batch axis, of length 1 for inputs without one.
     ///
     /// The layer's own scale, softcap, head map and sinks hold; those of `options` are for the functional core.
     ///
@@ -207,7 +213,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward`].
+    /// As [`MultiHeadAttention::forward`] and, for what the options ask, as [`crate::attention::forward`].
     pub fn attend(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<LayerOutput<T>> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let mut output = zeros("output", "[batch, q_len, d_model]", (batch, q_len, d_model))?;
@@ -235,7 +241,8 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward_into`].
+    /// As [`MultiHeadAttention::attend`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
+    /// written then.
     pub fn attend_into(
         &self,
         inputs: &Inputs<'_, T>,
@@ -335,4 +342,15 @@ fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>>
 /// The lengths of an existing array cannot fail to multiply; ndarray's answer is passed on all the same.
 fn too_long(error: ndarray::ShapeError) -> Error {
     Error::value("shape", "lengths that fit each other", error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_without_entries_has_no_first_one() {
+        assert_eq!(Ix2::unbatched(Array3::<f32>::zeros((0, 3, 4))).shape(), [0, 4]);
+        assert_eq!(Ix2::unbatched(Array3::<f32>::zeros((1, 3, 4))).shape(), [3, 4]);
+    }
 }
