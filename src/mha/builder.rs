@@ -311,14 +311,14 @@ impl<T: Element> Builder<T> {
         let num_heads = at_least_1("num_heads", self.num_heads)?;
         let heads = match &self.kv_of_head {
             None => HeadMap::grouped(num_heads, self.num_kv_heads.unwrap_or(num_heads))?,
+            Some(map) if map.len() != num_heads => {
+                return Err(Error::value("kv_of_head", "one entry for each of num_heads", map.len()));
+            }
             Some(map) => {
                 let named = map.iter().max().map_or(1, |&last| last.saturating_add(1));
                 HeadMap::explicit(map, self.num_kv_heads.unwrap_or(named))?
             }
         };
-        if heads.num_heads() != num_heads {
-            return Err(Error::value("kv_of_head", "one entry for each of num_heads", heads.num_heads()));
-        }
         let head_dim = match self.head_dim {
             Some(head_dim) => at_least_1("head_dim", head_dim)?,
             None if d_model.is_multiple_of(num_heads) => d_model / num_heads,
