@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! for each item (batch entry, KV head, block of query positions):      dealt to the threads, longest first
-//!     q <- scale * log2(e) * Q                                         [rows][head_dim], heads of the group interleaved
+//!     q <- sign(scale) * Q                                             [rows][head_dim], heads of the group interleaved
 //!     for each tile of 64 keys that the block can see:
 //!         keys, values <- packed K, V                                  once for all rows of the item
 //!         for each group of 6 rows that can see the tile:
-//!             p <- q keys^T; softcap, bias, mask; online softmax; context <- context + p values
+//!             p <- |scale| * log2(e) * q keys^T; softcap, bias, mask; online softmax; context <- context + p values
 //!     context <- context / sum; lse <- ln 2 * (m + log2 sum)
 //! ```
 //!
@@ -107,6 +107,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         let width = dims.value_dim.next_multiple_of(PANEL);
         let queries = aligned(&mut scratch.queries, self.rows * dims.head_dim);
         self.pack_queries(queries);
+        let factor = split_scale(rules.scale).1;
         let context = aligned(&mut scratch.context, self.rows * width);
         context.fill(T::zero());
         let maxima = aligned(&mut scratch.maxima, self.rows);
@@ -156,6 +157,7 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
                     bias: rules.bias.is_some().then_some(&*bias),
                     softcap: rules.softcap,
+                    factor,
                 };
                 self.kernels.attend(&mut group, &tile, &scoring);
             }
@@ -166,9 +168,9 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         }
     }
 
-    /// `[rows][head_dim]`, in binary units: `2^s` stands where the formula has `e^s`.
+    /// `[rows][head_dim]`, with the sign of the scale: its size is applied to the products.
     fn pack_queries(&self, queries: &mut [T]) {
-        let factor = in_binary_units(self.problem.rules.scale);
+        let factor = split_scale(self.problem.rules.scale).0;
         let q = self.problem.q.index_axis(Axis(0), self.block.entry());
         let head_dim = self.problem.dims.head_dim;
         if self.group == 1 {
@@ -253,6 +255,12 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
         };
         self.block.write(head, i, context, lse);
     }
+}
+
+/// What the queries are multiplied by, which must not round them, and what their products are, which must be positive:
+/// hidden scores are -inf and have to stay so.
+fn split_scale<T: Element>(scale: T) -> (T, T) {
+    if scale == T::zero() { (T::zero(), T::one()) } else { (scale.signum(), in_binary_units(scale.abs())) }
 }
 
 /// `x * log2(e)`, rounded once; a finite number stays finite.

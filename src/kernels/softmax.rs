@@ -1,7 +1,8 @@
 //! One step of the online softmax: a group of rows meets one tile of 64 keys.
 //!
 //! ```text
-//! s  = cap · tanh(s / cap) + bias            scores in binary units: 2^s where the formula has e^s
+//! s  = factor · q·k                          scores in binary units: 2^s where the formula has e^s
+//! s  = cap · tanh(s / cap) + bias
 //! m' = m, or the largest visible score       m' ≠ m only if some visible s > m + 8
 //! p  = 2^(s - m') where visible, else 0
 //! l  = l · 2^(m - m') + p,   o = o · 2^(m - m')
@@ -19,7 +20,7 @@ use super::exp::{exp2, exp2_together, tanh};
 use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
-use num_traits::Float;
+use num_traits::{Float, One};
 
 /// One step, by pointers.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +42,8 @@ pub(crate) struct Softmax<T> {
     pub(crate) bias: *const T,
     /// In natural units.
     pub(crate) softcap: Option<T>,
+    /// What turns the products in `p` into scores in binary units; positive, so that -inf stays -inf.
+    pub(crate) factor: T,
 }
 
 /// Runs one step.
@@ -51,16 +54,18 @@ pub(crate) struct Softmax<T> {
 pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
     // SAFETY: the contract is handed on; `ALL` is chosen only if the range is 0..64.
     unsafe {
+        let mut factor = a.factor;
         if a.softcap.is_some() || !a.bias.is_null() {
             for row in 0..a.rows {
                 score_mods(s, a, row);
             }
+            factor = S::Elem::one();
         }
         match (a.visible.is_null(), a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, ALL>(s, a),
-            (true, false) => rows::<S, false, RANGE>(s, a),
-            (false, true) => rows::<S, true, ALL>(s, a),
-            (false, false) => rows::<S, true, RANGE>(s, a),
+            (true, true) => rows::<S, false, ALL>(s, a, factor),
+            (true, false) => rows::<S, false, RANGE>(s, a, factor),
+            (false, true) => rows::<S, true, ALL>(s, a, factor),
+            (false, false) => rows::<S, true, RANGE>(s, a, factor),
         }
     }
 }
@@ -78,7 +83,7 @@ unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
         // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of `p` and of the bias (contract).
         unsafe {
             let p = a.p.add(row * KEYS + key);
-            let mut x = s.load(p);
+            let mut x = s.mul(s.load(p), s.splat(a.factor));
             if let Some(cap) = a.softcap {
                 let cap = s.splat((cap * S::Elem::LOG2_E).min(S::Elem::max_value()));
                 x = s.mul(cap, tanh(s, s.div(x, cap)));
@@ -111,7 +116,8 @@ const RANGE: usize = 1;
 /// # Safety
 /// As [`softmax`]; `visible` is not null if `MASKED`.
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax<S::Elem>) {
+unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
+    let factor = s.splat(factor);
     let nothing = s.splat(S::Elem::neg_infinity());
     let (first, end) = if STEP == ALL { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
@@ -132,6 +138,8 @@ unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax
                 key += S::LANES;
             }
 
+            // Rounding keeps order, so this is the largest of the products that are formed below.
+            let top = s.mul(top, factor);
             let m = &mut *a.m.add(row);
             let limit = s.splat(*m + S::Elem::SLACK);
             if *m == S::Elem::neg_infinity() || s.mask_bits(s.lt(limit, top)) != 0 {
@@ -157,7 +165,7 @@ unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax
             while key < end {
                 let mut t = [s.zero(); STEP];
                 for v in 0..STEP {
-                    t[v] = s.sub(s.load(p.add(key + v * S::LANES)), reference);
+                    t[v] = s.sub(s.mul(s.load(p.add(key + v * S::LANES)), factor), reference);
                 }
                 let mut e = exp2_together(s, t);
                 for v in 0..STEP {

@@ -1,7 +1,7 @@
 //! One group of queries meets one tile of keys.
 //!
 //! ```text
-//! p = q k^T        [rows][64]     rows <= 6 queries, scaled by scale · log2(e) beforehand
+//! p = q k^T        [rows][64]     rows <= 6 queries
 //! p, m, l = softmax step          see `softmax.rs`
 //! o += p v         [rows][width]
 //! ```
@@ -70,6 +70,9 @@ pub(crate) struct Scoring<'a, T> {
     pub(crate) bias: Option<&'a [T]>,
     /// In natural units; finite and positive.
     pub(crate) softcap: Option<T>,
+    /// `|scale| · log2(e)`: products of queries and keys to scores in binary units. Applied to the product and not to the
+    /// queries, whose roundings would add up.
+    pub(crate) factor: T,
 }
 
 impl<T> KeyTile<'_, T> {
@@ -161,6 +164,7 @@ impl<T: Real> Kernels<T> {
                 visible: visible.as_mut().map_or(ptr::null_mut(), |words| words.as_mut_ptr()),
                 bias: bias.map_or(ptr::null(), <[T]>::as_ptr),
                 softcap: scoring.softcap,
+                factor: scoring.factor,
             });
         }
         visible
@@ -327,6 +331,7 @@ mod tests {
                     visible: (!plain).then_some(&bits[..]),
                     bias: self.bias.is_some().then_some(&bias[..]),
                     softcap: self.softcap,
+                    factor: T::one(),
                 };
                 kernels.attend(&mut group, &tile, &scoring);
             }
@@ -551,7 +556,7 @@ mod tests {
             };
             let values = &numbers.vec(KEYS * PANEL);
             let tile = KeyTile { keys: &keys, values, width: PANEL, finite: Finite::All, panels: 1..3 };
-            kernels.attend(&mut group, &tile, &Scoring { visible: None, bias: None, softcap: None });
+            kernels.attend(&mut group, &tile, &Scoring { visible: None, bias: None, softcap: None, factor: T::one() });
             for ((_, panel, _), x) in p.indexed_iter() {
                 assert_eq!(x.is_nan(), !(1..3).contains(&panel));
             }
