@@ -55,7 +55,7 @@ pub(crate) use deal::{Block, Deal};
 pub(crate) use gemm::Linear;
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
-pub(crate) use scratch::aligned;
+pub(crate) use scratch::{aligned, reserve};
 pub(crate) use step::{Finite, Group, KeyTile, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Start};
