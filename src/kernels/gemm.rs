@@ -23,7 +23,7 @@ use super::scratch::aligned;
 use super::table::Kernels;
 use super::tile::{MAX_ROWS, Start, Tile};
 use super::{KEYS, PANEL};
-use ndarray::{Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use std::ops::Range;
 
 /// Terms of the sum for which a strip of `w` is packed at a time.
@@ -41,6 +41,18 @@ const NARROW: usize = 2 * STRIP;
 /// Rows of `w` that are read together if it is not packed.
 const STREAMS: usize = 8;
 
+/// Elements of scratch for the operands of a block of so many rows.
+const fn operand_scratch(rows: usize) -> usize {
+    DEPTH * (STRIP + rows)
+}
+
+/// Elements of scratch for blocks of `out` of up to `rows` rows and `columns` columns: the operands, and the block
+/// itself where it may have to be copied.
+pub(crate) fn block_scratch<T>(out: &ArrayViewMut2<'_, T>, rows: usize, columns: usize) -> usize {
+    let (rows, columns) = (rows.min(out.nrows()), columns.min(out.ncols()));
+    operand_scratch(rows) + if has_rows(out) { 0 } else { rows * columns }
+}
+
 /// The operands of `x w + bias`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Linear<'a, T> {
@@ -55,7 +67,7 @@ pub(crate) struct Linear<'a, T> {
 impl<T: Real> Kernels<T> {
     /// `out = x[rows] w[:, columns] + bias[columns]`; `out` is [rows, columns] with any strides and is not read.
     ///
-    /// `scratch` grows to `DEPTH · (STRIP + rows)` elements at most and can be used again.
+    /// `scratch` grows to [`block_scratch`] elements at most and can be used again.
     pub(crate) fn linear_block(
         &self,
         linear: &Linear<'_, T>,
@@ -71,13 +83,18 @@ impl<T: Real> Kernels<T> {
         if out.is_empty() {
             return;
         }
-        if !has_rows(&out) {
-            let mut copy = Array2::zeros(out.dim());
-            self.sum(x, w, bias, copy.view_mut(), scratch);
-            out.assign(&copy);
-            return;
+        let copied = if has_rows(&out) { 0 } else { out.len() };
+        let operands = operand_scratch(x.nrows());
+        let (operands, copy) = aligned(scratch, operands + copied).split_at_mut(operands);
+        if copied == 0 {
+            return self.sum(x, w, bias, out, operands);
         }
-        self.sum(x, w, bias, out, scratch);
+        let Ok(mut copy) = ArrayViewMut2::from_shape(out.dim(), copy) else {
+            debug_assert!(false, "the copy was made as long as the block");
+            return;
+        };
+        self.sum(x, w, bias, copy.view_mut(), operands);
+        out.assign(&copy);
     }
 
     /// The same for whole operands and an output whose rows are contiguous.
@@ -87,7 +104,7 @@ impl<T: Real> Kernels<T> {
         w: ArrayView2<'_, T>,
         bias: Option<ArrayView1<'_, T>>,
         mut out: ArrayViewMut2<'_, T>,
-        scratch: &mut Vec<T>,
+        scratch: &mut [T],
     ) {
         let (depth, columns) = w.dim();
         let mut start = Start::Zero;
@@ -102,7 +119,7 @@ impl<T: Real> Kernels<T> {
         let streamed = if few { columns / PANEL * PANEL } else { 0 };
 
         for terms in chunks(0..depth, DEPTH) {
-            let (strip, copy) = aligned(scratch, DEPTH * (STRIP + x.nrows())).split_at_mut(DEPTH * STRIP);
+            let (strip, copy) = scratch.split_at_mut(DEPTH * STRIP);
             let x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), columns, copy);
             let w = w.slice_move(s![terms.clone(), ..]);
             if streamed > 0 {

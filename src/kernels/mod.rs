@@ -52,7 +52,7 @@ mod avx512;
 
 pub(crate) use blocks::Blocks;
 pub(crate) use deal::{Block, Deal};
-pub(crate) use gemm::Linear;
+pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
 pub(crate) use scratch::{aligned, reserve};
