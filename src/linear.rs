@@ -7,7 +7,7 @@
 use ndarray::{Array1, Array2, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
 
 use crate::element::Element;
-use crate::kernels::{Blocks, Kernels, Linear};
+use crate::kernels::{Blocks, Kernels, Linear, block_scratch, reserve};
 use crate::parallel;
 
 /// One projection.
@@ -58,11 +58,14 @@ pub(crate) fn project<T: Element>(
 fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
     let mut work = 0.0;
     let mut items = 0;
+    let mut room = 0;
     let jobs = projections.map(|projection| {
         let Projected { x, w, bias, y } = projection?;
         work += 2.0 * x.len() as f64 * w.ncols() as f64 + FLOP_PER_WEIGHT * w.len() as f64;
         let linear = Linear { x: flatten(x)?, w: w.view(), bias: bias.map(|bias| bias.view()) };
-        let blocks = Blocks::new(flatten_mut(y)?, BLOCK_ROWS, BLOCK_COLUMNS);
+        let y = flatten_mut(y)?;
+        room = room.max(block_scratch(&y, BLOCK_ROWS, BLOCK_COLUMNS, w.nrows()));
+        let blocks = Blocks::new(y, BLOCK_ROWS, BLOCK_COLUMNS);
         items += blocks.len();
         Some((linear, blocks))
     });
@@ -70,6 +73,8 @@ fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>
     if scratch.len() < workers {
         scratch.resize_with(workers, Vec::new);
     }
+    // Which blocks a thread gets depends on time; what it has room for must not.
+    scratch[..workers].iter_mut().for_each(|scratch| reserve(scratch, room));
     parallel::for_each_worker(&mut scratch[..workers], |scratch| {
         for (linear, blocks) in jobs.iter().flatten() {
             while let Some(part) = blocks.next() {

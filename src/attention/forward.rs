@@ -19,10 +19,10 @@ use std::ops::Range;
 use super::bias::Bias;
 use super::problem::{Head, Problem};
 use super::schedule::Schedule;
-use super::workspace::{Scratch, Workspace};
+use super::workspace::{ItemSize, Scratch, Workspace};
 use super::{Options, Outputs};
 use crate::element::Element;
-use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring, aligned};
+use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring};
 use crate::mask::HeadMask;
 use crate::parallel;
 use ndarray::{Axis, s};
@@ -45,6 +45,9 @@ pub(super) fn forward<T: Element>(
         return;
     };
     let workers = workspace.workers(parallel::workers(dims.flop(), deal.len()));
+    // Which items a thread gets depends on time; what it has room for must not.
+    let size = ItemSize { rows: schedule.query_tile * group, dims: *dims, biased: problem.rules.bias.is_some() };
+    workers.iter_mut().for_each(|scratch| scratch.reserve(&size));
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {
             Item::new(problem, kernels, block).run(scratch);
@@ -104,20 +107,14 @@ impl<'p, 'a, T: Element> Item<'p, 'a, T> {
             return;
         }
         let Problem { dims, rules, .. } = self.problem;
-        let width = dims.value_dim.next_multiple_of(PANEL);
-        let queries = aligned(&mut scratch.queries, self.rows * dims.head_dim);
+        let size = ItemSize { rows: self.rows, dims: *dims, biased: rules.bias.is_some() };
+        let width = size.width();
+        let [queries, context, maxima, sums, keys, values, scores, bias] = scratch.buffers(&size);
         self.pack_queries(queries);
         let factor = split_scale(rules.scale).1;
-        let context = aligned(&mut scratch.context, self.rows * width);
         context.fill(T::zero());
-        let maxima = aligned(&mut scratch.maxima, self.rows);
         maxima.fill(T::neg_infinity());
-        let sums = aligned(&mut scratch.sums, self.rows * PANEL);
         sums.fill(T::zero());
-        let keys = aligned(&mut scratch.keys, KEYS * dims.head_dim);
-        let values = aligned(&mut scratch.values, KEYS * width);
-        let scores = aligned(&mut scratch.scores, MAX_ROWS * KEYS);
-        let bias = aligned(&mut scratch.bias, if rules.bias.is_some() { MAX_ROWS * KEYS } else { 0 });
 
         let Head { k, v, .. } = self.problem.head(self.block.entry(), self.row(0).0);
         let last = self.block.positions().end - 1;

@@ -1,6 +1,8 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
+use super::problem::Dims;
 use crate::element::Element;
+use crate::kernels::{KEYS, MAX_ROWS, PANEL, aligned, reserve};
 
 /// Scratch memory of attention; reuse one for calls of any shape.
 ///
@@ -59,15 +61,60 @@ impl<T: Element> Workspace<T> {
     }
 }
 
-/// The scratch of one thread; see `forward.rs` for what is in it.
-#[derive(Debug, Default)]
+/// The scratch of one thread.
+#[derive(Debug)]
 pub(super) struct Scratch<T> {
-    pub(super) queries: Vec<T>,
-    pub(super) context: Vec<T>,
-    pub(super) maxima: Vec<T>,
-    pub(super) sums: Vec<T>,
-    pub(super) keys: Vec<T>,
-    pub(super) values: Vec<T>,
-    pub(super) scores: Vec<T>,
-    pub(super) bias: Vec<T>,
+    buffers: [Vec<T>; 8],
+}
+
+impl<T> Default for Scratch<T> {
+    fn default() -> Self {
+        Self { buffers: Default::default() }
+    }
+}
+
+/// How large a work item is, as far as its scratch depends on it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ItemSize {
+    pub(super) rows: usize,
+    pub(super) dims: Dims,
+    pub(super) biased: bool,
+}
+
+impl ItemSize {
+    /// Width of the rows of context and values.
+    pub(super) fn width(&self) -> usize {
+        self.dims.value_dim.next_multiple_of(PANEL)
+    }
+
+    /// Queries, context, maxima, sums, keys, values, scores, bias; see `forward.rs` for what is in them.
+    fn lengths(&self) -> [usize; 8] {
+        let Self { rows, dims: Dims { head_dim, .. }, biased } = *self;
+        let (width, tile) = (self.width(), MAX_ROWS * KEYS);
+        [
+            rows * head_dim,
+            rows * width,
+            rows,
+            rows * PANEL,
+            KEYS * head_dim,
+            KEYS * width,
+            tile,
+            usize::from(biased) * tile,
+        ]
+    }
+}
+
+impl<T: Element> Scratch<T> {
+    /// Room for items of up to this size, whichever of them the thread will get.
+    pub(super) fn reserve(&mut self, size: &ItemSize) {
+        for (buffer, n) in self.buffers.iter_mut().zip(size.lengths()) {
+            reserve(buffer, n);
+        }
+    }
+
+    /// The buffers of [`ItemSize::lengths`], with whatever they hold.
+    pub(super) fn buffers(&mut self, size: &ItemSize) -> [&mut [T]; 8] {
+        let mut lengths = size.lengths().into_iter();
+        self.buffers.each_mut().map(|buffer| aligned(buffer, lengths.next().unwrap_or(0)))
+    }
 }

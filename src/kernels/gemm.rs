@@ -37,7 +37,7 @@ use super::scratch::aligned;
 use super::table::Kernels;
 use super::tile::{MAX_ROWS, Start, Tile};
 use super::{KEYS, PANEL};
-use ndarray::{Array2, ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
+use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use std::ops::Range;
 
 /// Terms of the sum for which a strip of `w` is packed at a time.
@@ -55,6 +55,20 @@ const NARROW: usize = 2 * STRIP;
 /// Rows of `w` that are read together if it is not packed.
 const STREAMS: usize = 8;
 
+/// Elements of scratch for the operands of a block of so many rows and terms: a strip and its part of `x`, or all of the
+/// few rows whose inner products are taken.
+fn operand_scratch(rows: usize, terms: usize) -> usize {
+    let few = if rows <= FEW_ROWS { rows * terms } else { 0 };
+    few.max(DEPTH * (STRIP + rows))
+}
+
+/// Elements of scratch for blocks of `out` of up to `rows` rows and `columns` columns: the operands, and the block
+/// itself where it may have to be copied.
+pub(crate) fn block_scratch<T>(out: &ArrayViewMut2<'_, T>, rows: usize, columns: usize, terms: usize) -> usize {
+    let (rows, columns) = (rows.min(out.nrows()), columns.min(out.ncols()));
+    operand_scratch(rows, terms) + if has_rows(out) { 0 } else { rows * columns }
+}
+
 /// The operands of `x w + bias`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Linear<'a, T> {
@@ -69,7 +83,7 @@ pub(crate) struct Linear<'a, T> {
 impl<T: Real> Kernels<T> {
     /// `out = x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides and is not read.
     ///
-    /// `scratch` grows to `DEPTH · (STRIP + rows)` elements at most and can be used again.
+    /// `scratch` grows to [`block_scratch`] elements at most and can be used again.
     pub(crate) fn linear_block(
         &self,
         linear: &Linear<'_, T>,
@@ -91,13 +105,18 @@ impl<T: Real> Kernels<T> {
         } else {
             Self::tiles
         };
-        if has_rows(&out) {
-            form(self, x, w, bias, out, scratch);
-        } else {
-            let mut copy = Array2::zeros(out.dim());
-            form(self, x, w, bias, copy.view_mut(), scratch);
-            out.assign(&copy);
+        let copied = if has_rows(&out) { 0 } else { out.len() };
+        let operands = operand_scratch(x.nrows(), x.ncols());
+        let (operands, copy) = aligned(scratch, operands + copied).split_at_mut(operands);
+        if copied == 0 {
+            return form(self, x, w, bias, out, operands);
         }
+        let Ok(mut copy) = ArrayViewMut2::from_shape(out.dim(), copy) else {
+            debug_assert!(false, "the copy was made as long as the block");
+            return;
+        };
+        form(self, x, w, bias, copy.view_mut(), operands);
+        out.assign(&copy);
     }
 
     /// Few rows and a transposed `w`, for an output whose rows are contiguous.
@@ -107,11 +126,10 @@ impl<T: Real> Kernels<T> {
         w: ArrayView2<'_, T>,
         bias: Option<ArrayView1<'_, T>>,
         mut out: ArrayViewMut2<'_, T>,
-        scratch: &mut Vec<T>,
+        scratch: &mut [T],
     ) {
         let start = begin(&mut out, bias);
-        let copy = aligned(scratch, x.len());
-        let x = if is_unit(&x, 1) && is_forward(&x) { x } else { self.contiguous(x, copy) };
+        let x = if is_unit(&x, 1) && is_forward(&x) { x } else { self.contiguous(x, scratch) };
         let [a_row, c_row] = [x.strides()[0], out.strides()[0]].map(isize::unsigned_abs);
         let b_row = w.strides()[1].unsigned_abs();
         // A few columns of `w` at a time, which stay in the cache until the last group of rows has met them.
@@ -144,7 +162,7 @@ impl<T: Real> Kernels<T> {
         w: ArrayView2<'_, T>,
         bias: Option<ArrayView1<'_, T>>,
         mut out: ArrayViewMut2<'_, T>,
-        scratch: &mut Vec<T>,
+        scratch: &mut [T],
     ) {
         let (depth, columns) = w.dim();
         let mut start = begin(&mut out, bias);
@@ -156,7 +174,7 @@ impl<T: Real> Kernels<T> {
         let streamed = if few { columns / PANEL * PANEL } else { 0 };
 
         for terms in chunks(0..depth, DEPTH) {
-            let (strip, copy) = aligned(scratch, DEPTH * (STRIP + x.nrows())).split_at_mut(DEPTH * STRIP);
+            let (strip, copy) = scratch.split_at_mut(DEPTH * STRIP);
             let x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), columns, copy);
             let w = w.slice_move(s![terms.clone(), ..]);
             if streamed > 0 {

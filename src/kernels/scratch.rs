@@ -17,6 +17,11 @@ pub(crate) fn aligned<T: Real>(buffer: &mut Vec<T>, n: usize) -> &mut [T] {
     &mut buffer[start..start + n]
 }
 
+/// Makes room for `n` elements of [`aligned`], so that it allocates nothing; writes none of them.
+pub(crate) fn reserve<T: Real>(buffer: &mut Vec<T>, n: usize) {
+    buffer.reserve_exact((n + LINE / size_of::<T>()).saturating_sub(buffer.len()));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
