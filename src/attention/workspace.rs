@@ -9,7 +9,11 @@ use crate::element::Element;
 /// For each thread of the pool, with `rows` the query rows of a work item (at most 384, or one query position of a
 /// group) and `value_width` the value width rounded up to 16, the tiled path takes
 /// `rows * (head_dim + value_width + 17) + 64 * (head_dim + 15 + value_width) + 768` numbers: 0.25 MiB for heads of 64
-/// in `f32`, whatever the lengths.
+/// in `f32`, whatever the lengths. The other paths allocate in each call.
+///
+/// A layer keeps its projections and the context besides,
+/// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
+/// packed weights.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};
