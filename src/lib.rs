@@ -58,7 +58,6 @@ mod heads;
 pub mod inspect;
 #[cfg(feature = "safetensors")]
 pub mod io;
-#[allow(dead_code, unused_imports)]
 mod kernels;
 mod linear;
 mod mask;

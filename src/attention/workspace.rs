@@ -11,7 +11,11 @@ use crate::kernels::{KEYS, MAX_ROWS, PANEL, aligned, reserve};
 /// For each thread of the pool, with `rows` the query rows of a work item and `width` the value width rounded up to 16,
 /// the tiled path takes `rows * (head_dim + width + 17) + 64 * (head_dim + width) + 768` numbers, whatever the lengths.
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64
-/// in `f32`. A layer adds its projections and context, and 16 to 130 Ki numbers a thread for packed weights.
+/// in `f32`. The other paths allocate in each call.
+///
+/// A layer keeps its projections and the context besides,
+/// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
+/// packed weights.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};

@@ -18,6 +18,7 @@
 //! | `step.rs` | one group of queries meets one tile of keys: scores, softmax, values |
 //! | `divide.rs` | the last step of a softmax row |
 //! | `peak.rs` | what the CPU can do at best |
+//! | `scratch.rs` | working memory that begins at a cache line |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
 //! | `blocks.rs` | disjoint blocks of one matrix for many threads |
 //! | `deal.rs` | disjoint rows of one output for many threads |
@@ -60,7 +61,7 @@ pub(crate) use real::Real;
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use step::{Finite, Group, KeyTile, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
-pub(crate) use tile::{MAX_ROWS, Start};
+pub(crate) use tile::MAX_ROWS;
 
 /// Columns of a panel, at every level and for both types.
 pub(crate) const PANEL: usize = 16;

@@ -16,7 +16,6 @@ use ndarray::ArrayView2;
 /// settled when a table is handed out.
 #[derive(Debug)]
 pub(crate) struct Kernels<T: 'static> {
-    level: Level,
     pub(super) tile: unsafe fn(&Tile<T>),
     pub(super) dots: unsafe fn(&Dots<T>),
     pub(super) softmax: unsafe fn(&Softmax<T>),
@@ -24,7 +23,9 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) panels: unsafe fn(&Pack<T>),
     pub(super) rows: unsafe fn(&Pack<T>) -> bool,
     pub(super) scaled: unsafe fn(&Pack<T>, T),
+    #[cfg_attr(not(test), expect(dead_code, reason = "called alone by tests only; inside kernels they are inlined"))]
     exp2: unsafe fn(*mut T, usize),
+    #[cfg_attr(not(test), expect(dead_code, reason = "called alone by tests only; inside kernels they are inlined"))]
     tanh: unsafe fn(*mut T, usize),
     divide: unsafe fn(*mut T, usize, T),
     multiply_adds: unsafe fn(usize, T) -> T,
@@ -34,15 +35,15 @@ pub(crate) struct Kernels<T: 'static> {
 
 /// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
 macro_rules! level {
-    ($module:ident, $level:expr, $f32:expr, $f64:expr, NV = $nv:literal, NR = $nr:literal, BYTES = $bytes:literal $(, $features:literal)?) => {
+    ($module:ident, $f32:expr, $f64:expr, NV = $nv:literal, NR = $nr:literal, BYTES = $bytes:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
-            level!(@table F32, f32, $level, $f32, $nv, $nr, $bytes $(, $features)?);
-            level!(@table F64, f64, $level, $f64, $nv, $nr, $bytes $(, $features)?);
+            level!(@table F32, f32, $f32, $nv, $nr, $bytes $(, $features)?);
+            level!(@table F64, f64, $f64, $nv, $nr, $bytes $(, $features)?);
         }
     };
-    (@table $name:ident, $t:ident, $level:expr, $token:expr, $nv:literal, $nr:literal, $bytes:literal $(, $features:literal)?) => {
+    (@table $name:ident, $t:ident, $token:expr, $nv:literal, $nr:literal, $bytes:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
             level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
@@ -57,7 +58,7 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
-            Kernels { level: $level, tile, dots, softmax, values, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
+            Kernels { tile, dots, softmax, values, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
         };
     };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
@@ -73,7 +74,6 @@ macro_rules! level {
 #[cfg(target_arch = "x86_64")]
 level!(
     avx512,
-    Level::Avx512,
     Avx512::<f32>::assume(),
     Avx512::<f64>::assume(),
     NV = 4,
@@ -82,11 +82,11 @@ level!(
     "avx512f,avx512dq,avx2,fma"
 );
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Level::Avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, NR = 4, BYTES = 32, "avx2,fma");
+level!(avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, NR = 4, BYTES = 32, "avx2,fma");
 #[cfg(target_arch = "aarch64")]
-level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4, NR = 8, BYTES = 16);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4, NR = 8, BYTES = 16);
 #[cfg(not(target_arch = "aarch64"))]
-level!(portable, Level::Portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2, NR = 4, BYTES = 16);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2, NR = 4, BYTES = 16);
 
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
@@ -116,18 +116,15 @@ pub(crate) fn kernels_f64(level: Level) -> &'static Kernels<f64> {
 
 /// The copies and functions that need nothing but slices and views; the others are in `step.rs` and `gemm.rs`.
 impl<T: Copy> Kernels<T> {
-    /// The level the kernels are compiled for.
-    pub(crate) fn level(&self) -> Level {
-        self.level
-    }
-
     /// Replaces each number by its power of two.
+    #[cfg(test)]
     pub(crate) fn exp2(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.exp2)(x.as_mut_ptr(), x.len()) }
     }
 
     /// Replaces each number by its hyperbolic tangent.
+    #[cfg(test)]
     pub(crate) fn tanh(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.tanh)(x.as_mut_ptr(), x.len()) }
