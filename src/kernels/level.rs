@@ -25,10 +25,15 @@ pub enum Level {
     Portable,
 }
 
-/// The text is not the name of a [`Level`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("level: expected one of avx512, avx2, portable")]
-pub struct UnknownLevel;
+/// A text that is not the name of a [`Level`].
+///
+/// ```
+/// let error = "avx1024".parse::<multihead::Level>().unwrap_err();
+/// assert_eq!(error.to_string(), "level: expected one of avx512, avx2, portable, got avx1024");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("level: expected one of avx512, avx2, portable, got {0}")]
+pub struct UnknownLevel(String);
 
 /// Every level, best first.
 const ALL: [Level; 3] = [Level::Avx512, Level::Avx2, Level::Portable];
@@ -105,7 +110,7 @@ impl FromStr for Level {
     type Err = UnknownLevel;
 
     fn from_str(name: &str) -> Result<Self, UnknownLevel> {
-        ALL.into_iter().find(|level| level.name() == name).ok_or(UnknownLevel)
+        ALL.into_iter().find(|level| level.name() == name).ok_or_else(|| UnknownLevel(name.to_owned()))
     }
 }
 
@@ -118,7 +123,7 @@ mod tests {
         for level in ALL {
             assert_eq!(level.to_string().parse(), Ok(level));
         }
-        assert_eq!("avx1024".parse::<Level>(), Err(UnknownLevel));
+        assert_eq!("avx1024".parse::<Level>(), Err(UnknownLevel("avx1024".to_owned())));
     }
 
     #[test]
