@@ -27,7 +27,11 @@ enum Map {
     /// Query head h reads KV head `h / group_size`.
     Grouped { group_size: usize },
     /// Query head h reads KV head `kv_of_head[h]`.
-    Explicit { kv_of_head: Vec<usize> },
+    Explicit {
+        kv_of_head: Vec<usize>,
+        /// The KV heads that some query head reads, in ascending order: there can be any number of others.
+        read: Vec<usize>,
+    },
 }
 
 impl HeadMap {
@@ -66,7 +70,10 @@ impl HeadMap {
         if let Some((head, &got)) = kv_of_head.iter().enumerate().find(|&(_, &kv)| kv >= num_kv_heads) {
             return Err(Error::KvOfHead { head, num_kv_heads, got });
         }
-        let map = Map::Explicit { kv_of_head: kv_of_head.to_vec() };
+        let mut read = kv_of_head.to_vec();
+        read.sort_unstable();
+        read.dedup();
+        let map = Map::Explicit { kv_of_head: kv_of_head.to_vec(), read };
         Ok(Self { num_heads: kv_of_head.len(), num_kv_heads, map })
     }
 
@@ -102,7 +109,32 @@ impl HeadMap {
     pub fn kv_head(&self, head: usize) -> usize {
         match &self.map {
             Map::Grouped { group_size } => (head / group_size).min(self.num_kv_heads - 1),
-            Map::Explicit { kv_of_head } => kv_of_head.get(head).copied().unwrap_or(self.num_kv_heads - 1),
+            Map::Explicit { kv_of_head, .. } => kv_of_head.get(head).copied().unwrap_or(self.num_kv_heads - 1),
+        }
+    }
+
+    /// How many KV heads are read by some query head.
+    pub(crate) fn num_read(&self) -> usize {
+        match &self.map {
+            Map::Grouped { .. } => self.num_kv_heads,
+            Map::Explicit { read, .. } => read.len(),
+        }
+    }
+
+    /// The KV head at `index < num_read` among those that are read.
+    pub(crate) fn read_kv_head(&self, index: usize) -> usize {
+        match &self.map {
+            Map::Grouped { .. } => index,
+            Map::Explicit { read, .. } => read.get(index).copied().unwrap_or(0),
+        }
+    }
+
+    /// Where [`HeadMap::read_kv_head`] has the KV head of a query head.
+    pub(crate) fn read_index(&self, head: usize) -> usize {
+        let kv_head = self.kv_head(head);
+        match &self.map {
+            Map::Grouped { .. } => kv_head,
+            Map::Explicit { read, .. } => read.partition_point(|&other| other < kv_head),
         }
     }
 
@@ -174,6 +206,14 @@ mod tests {
         assert_eq!(map.query_heads(2).count(), 0);
         assert_eq!(map.kv_head(9), 1);
         assert_eq!(HeadMap::explicit(&[0, 0], 2)?.query_heads(1).count(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn kv_heads_that_nobody_reads_are_not_walked() -> Result<()> {
+        let map = HeadMap::explicit(&[7, 1 << 40, 7], usize::MAX)?;
+        assert_eq!((0..map.num_read()).map(|i| map.read_kv_head(i)).collect::<Vec<_>>(), [7, 1 << 40]);
+        assert_eq!([0, 1, 2].map(|h| map.read_index(h)), [0, 1, 0]);
         Ok(())
     }
 

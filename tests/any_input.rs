@@ -9,8 +9,8 @@ use common::layer::Layer;
 use common::layout::LAYOUTS;
 use common::masks::{Rules, rules};
 use common::{Call, Keep, Seeded, property, ways};
-use multihead::ndarray::{Array2, Array4};
-use multihead::{HeadMap, Init, Mask, MultiHeadAttention, Weights};
+use multihead::ndarray::{Array2, Array4, Axis, s};
+use multihead::{HeadMap, Init, Mask, MultiHeadAttention, Options, Path, Weights, attention};
 use proptest::prelude::*;
 
 /// Small lengths, mostly alike, so that calls that fit come up too.
@@ -168,4 +168,17 @@ fn no_number_of_a_head_map_or_mask_panics() {
         let _ = bound.tile(a, b, 0..2, c.min(3)..3);
         assert!(Mask::causal().bind(a, b, c, d).is_ok());
     });
+}
+
+/// The tiled path walked every KV head, and the dense one made room for each: 2^40 of them for one query head.
+#[test]
+fn a_broadcast_of_more_kv_heads_than_memory_holds_is_not_walked() {
+    let q = Array4::<f32>::ones((1, 1, 2, 3));
+    let kv = q.slice(s![.., 0, .., ..]).insert_axis(Axis(1));
+    let kv = kv.broadcast((1, 1 << 40, 2, 3)).unwrap();
+    let heads = HeadMap::explicit(&[1 << 39], 1 << 40).unwrap();
+    for path in [Path::Reference, Path::Dense, Path::Tiled] {
+        let attended = attention::forward(&q, &kv, &kv, &Options::new().heads(&heads).path(path)).unwrap();
+        assert_eq!(attended.context, q, "{path:?}");
+    }
 }

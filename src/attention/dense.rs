@@ -57,11 +57,11 @@ fn items<'a, T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'a, T>, bloc
     for (entry, context) in outer(outputs.context).enumerate() {
         let mut lse = lse.as_mut().and_then(Iterator::next).map(outer);
         let mut weights = weights.as_mut().and_then(Iterator::next).map(outer);
-        let mut groups: Vec<Vec<Item<'a, T>>> = (0..problem.dims.num_kv_heads).map(|_| Vec::new()).collect();
+        let mut groups: Vec<Vec<Item<'a, T>>> = (0..problem.rules.heads.num_read()).map(|_| Vec::new()).collect();
         for (head, context) in outer(context).enumerate() {
             let lse = lse.as_mut().and_then(Iterator::next);
             let weights = weights.as_mut().and_then(Iterator::next);
-            let blocks = &mut groups[problem.rules.heads.kv_head(head)];
+            let blocks = &mut groups[problem.rules.heads.read_index(head)];
             for (index, part) in parts(head, context, lse, weights, block_rows).into_iter().enumerate() {
                 match blocks.get_mut(index) {
                     Some(item) => item.parts.push(part),

@@ -37,7 +37,7 @@ pub(super) fn forward<T: Element>(
     let dims = &problem.dims;
     let heads = &*problem.rules.heads;
     let kernels = T::kernels(problem.rules.level);
-    let group = (0..dims.num_kv_heads).map(|kv_head| heads.group_size(kv_head)).max().unwrap_or(0);
+    let group = (0..heads.num_read()).map(|index| heads.group_size(heads.read_kv_head(index))).max().unwrap_or(0);
     let schedule = Schedule::new(dims, group, options.query_tile);
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
     let Some(deal) = Deal::new(heads, schedule.query_tile, outputs.context, lse) else {

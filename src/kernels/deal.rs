@@ -46,7 +46,7 @@ impl<'a, T: Copy> Deal<'a, T> {
     }
 
     fn groups(&self) -> usize {
-        self.batch.saturating_mul(self.heads.num_kv_heads())
+        self.batch.saturating_mul(self.heads.num_read())
     }
 
     /// The next item that nobody has. The last positions come first: under a causal mask they see the most keys, and
@@ -59,8 +59,9 @@ impl<'a, T: Copy> Deal<'a, T> {
         let (tile, group) = (index / self.groups(), index % self.groups());
         let start = (self.q_len.div_ceil(self.query_tile) - 1 - tile) * self.query_tile;
         let positions = start..self.q_len.min(start + self.query_tile);
-        let kv_heads = self.heads.num_kv_heads();
-        Some(Block { deal: self, entry: group / kv_heads, kv_head: group % kv_heads, positions })
+        let read = self.heads.num_read();
+        let kv_head = self.heads.read_kv_head(group % read);
+        Some(Block { deal: self, entry: group / read, kv_head, positions })
     }
 }
 
