@@ -228,7 +228,7 @@ fn levels_that_the_cpu_does_not_have() {
         assert_eq!(Error::Level { available: available.clone(), got: level.to_string() }.to_string(), text);
     }
     let unknown = "sse9".parse::<Level>().unwrap_err();
-    assert_eq!(unknown.to_string(), "level: expected one of avx512, avx2, portable");
+    assert_eq!(unknown.to_string(), "level: expected one of avx512, avx2, portable, got sse9");
 }
 
 #[test]
