@@ -73,8 +73,11 @@ fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>
     if scratch.len() < workers {
         scratch.resize_with(workers, Vec::new);
     }
-    // Which blocks a thread gets depends on time; what it has room for must not.
-    scratch[..workers].iter_mut().for_each(|scratch| reserve(scratch, room));
+    // Which blocks a thread gets depends on time; what it has room for must not. (Without the room a block makes its own:
+    // a panel of weights that exist is never too large.)
+    scratch[..workers].iter_mut().for_each(|scratch| {
+        reserve(scratch, room);
+    });
     parallel::for_each_worker(&mut scratch[..workers], |scratch| {
         for (linear, blocks) in jobs.iter().flatten() {
             while let Some(part) = blocks.next() {

@@ -182,3 +182,14 @@ fn a_broadcast_of_more_kv_heads_than_memory_holds_is_not_walked() {
         assert_eq!(attended.context, q, "{path:?}");
     }
 }
+
+/// The tiled path took its scratch without asking whether there is so much memory.
+#[test]
+fn a_broadcast_of_heads_wider_than_memory_is_refused() {
+    let one = Array4::<f32>::ones((1, 1, 1, 1));
+    let wide = one.broadcast((1, 1, 1, 1 << 50)).unwrap();
+    let error = attention::forward(&wide, &wide, &one, &Options::new()).unwrap_err();
+    let text =
+        format!("workspace: expected [rows, head_dim, value_dim] to fit into memory, got [1, {}, 1]", 1u64 << 50);
+    assert_eq!(error.to_string(), text);
+}

@@ -22,6 +22,7 @@ use super::schedule::Schedule;
 use super::workspace::{ItemSize, Scratch, Workspace};
 use super::{Options, Outputs};
 use crate::element::Element;
+use crate::error::Result;
 use crate::kernels::{Block, Deal, Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring};
 use crate::mask::HeadMask;
 use crate::parallel;
@@ -33,7 +34,7 @@ pub(super) fn forward<T: Element>(
     options: &Options<'_, T>,
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
-) {
+) -> Result<()> {
     let dims = &problem.dims;
     let heads = &*problem.rules.heads;
     let kernels = T::kernels(problem.rules.level);
@@ -42,17 +43,19 @@ pub(super) fn forward<T: Element>(
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
     let Some(deal) = Deal::new(heads, schedule.query_tile, outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this problem");
-        return;
+        return Ok(());
     };
     let workers = workspace.workers(parallel::workers(dims.flop(), deal.len()));
     // Which items a thread gets depends on time; what it has room for must not.
-    let size = ItemSize { rows: schedule.query_tile * group, dims: *dims, biased: problem.rules.bias.is_some() };
-    workers.iter_mut().for_each(|scratch| scratch.reserve(&size));
+    let size =
+        ItemSize { rows: schedule.query_tile.saturating_mul(group), dims: *dims, biased: problem.rules.bias.is_some() };
+    workers.iter_mut().try_for_each(|scratch| scratch.reserve(&size))?;
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {
             Item::new(problem, kernels, block).run(scratch);
         }
     });
+    Ok(())
 }
 
 /// One work item.

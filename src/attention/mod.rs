@@ -197,10 +197,7 @@ pub(crate) fn attend<T: Element>(
     match options.chosen_path()? {
         Path::Reference => reference::forward(&problem, outputs),
         Path::Dense => dense::forward(&problem, outputs),
-        Path::Auto | Path::Tiled => {
-            forward::forward(&problem, options, outputs, workspace);
-            Ok(())
-        }
+        Path::Auto | Path::Tiled => forward::forward(&problem, options, outputs, workspace),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::problem::Dims;
 use crate::element::Element;
+use crate::error::{Error, Result};
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, aligned, reserve};
 
 /// Scratch memory of attention; reuse one for calls of any shape.
@@ -88,7 +89,7 @@ pub(super) struct ItemSize {
 impl ItemSize {
     /// Width of the rows of context and values.
     pub(super) fn width(&self) -> usize {
-        self.dims.value_dim.next_multiple_of(PANEL)
+        self.dims.value_dim.div_ceil(PANEL).saturating_mul(PANEL)
     }
 
     /// Queries, context, maxima, sums, keys, values, scores, bias; see `forward.rs` for what is in them.
@@ -96,12 +97,12 @@ impl ItemSize {
         let Self { rows, dims: Dims { head_dim, .. }, biased } = *self;
         let (width, tile) = (self.width(), MAX_ROWS * KEYS);
         [
-            rows * head_dim,
-            rows * width,
+            rows.saturating_mul(head_dim),
+            rows.saturating_mul(width),
             rows,
-            rows * PANEL,
-            KEYS * head_dim,
-            KEYS * width,
+            rows.saturating_mul(PANEL),
+            head_dim.saturating_mul(KEYS),
+            width.saturating_mul(KEYS),
             tile,
             usize::from(biased) * tile,
         ]
@@ -110,10 +111,15 @@ impl ItemSize {
 
 impl<T: Element> Scratch<T> {
     /// Room for items of up to this size, whichever of them the thread will get.
-    pub(super) fn reserve(&mut self, size: &ItemSize) {
-        for (buffer, n) in self.buffers.iter_mut().zip(size.lengths()) {
-            reserve(buffer, n);
-        }
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if it cannot be had: heads of a broadcast view can be wider than memory.
+    pub(super) fn reserve(&mut self, size: &ItemSize) -> Result<()> {
+        let ItemSize { rows, dims: Dims { head_dim, value_dim, .. }, .. } = *size;
+        let axes = "[rows, head_dim, value_dim]";
+        let too_large = || Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] };
+        let mut buffers = self.buffers.iter_mut().zip(size.lengths());
+        buffers.try_for_each(|(buffer, n)| reserve(buffer, n)).ok_or_else(too_large)
     }
 
     /// The buffers of [`ItemSize::lengths`], with whatever they hold.

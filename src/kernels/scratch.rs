@@ -17,9 +17,11 @@ pub(crate) fn aligned<T: Real>(buffer: &mut Vec<T>, n: usize) -> &mut [T] {
     &mut buffer[start..start + n]
 }
 
-/// Makes room for `n` elements of [`aligned`], so that it allocates nothing; writes none of them.
-pub(crate) fn reserve<T: Real>(buffer: &mut Vec<T>, n: usize) {
-    buffer.reserve_exact((n + LINE / size_of::<T>()).saturating_sub(buffer.len()));
+/// Makes room for `n` elements of [`aligned`], so that it allocates nothing; writes none of them. `None` if that much
+/// memory cannot be had.
+pub(crate) fn reserve<T: Real>(buffer: &mut Vec<T>, n: usize) -> Option<()> {
+    let wanted = n.saturating_add(LINE / size_of::<T>());
+    buffer.try_reserve_exact(wanted.saturating_sub(buffer.len())).ok()
 }
 
 #[cfg(test)]
