@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::bias::Bias;
 use super::problem::{Head, Problem};
-use super::schedule::Schedule;
+use super::schedule::query_tile;
 use super::workspace::{ItemSize, Scratch, Workspace};
 use super::{Options, Outputs};
 use crate::element::Element;
@@ -39,16 +39,15 @@ pub(super) fn forward<T: Element>(
     let heads = &*problem.rules.heads;
     let kernels = T::kernels(problem.rules.level);
     let group = (0..heads.num_read()).map(|index| heads.group_size(heads.read_kv_head(index))).max().unwrap_or(0);
-    let schedule = Schedule::new(dims, group, options.query_tile);
+    let query_tile = query_tile(dims, group, options.query_tile);
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
-    let Some(deal) = Deal::new(heads, schedule.query_tile, outputs.context, lse) else {
+    let Some(deal) = Deal::new(heads, query_tile, outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this problem");
         return Ok(());
     };
     let workers = workspace.workers(parallel::workers(dims.flop(), deal.len()));
     // Which items a thread gets depends on time; what it has room for must not.
-    let size =
-        ItemSize { rows: schedule.query_tile.saturating_mul(group), dims: *dims, biased: problem.rules.bias.is_some() };
+    let size = ItemSize { rows: query_tile.saturating_mul(group), dims: *dims, biased: problem.rules.bias.is_some() };
     workers.iter_mut().try_for_each(|scratch| scratch.reserve(&size))?;
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {

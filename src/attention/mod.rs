@@ -109,11 +109,7 @@ pub fn forward<T: Element>(
     let [batch, heads, q_len, kv_len] = dims.scores();
     let shape = (batch, heads, q_len, dims.value_dim);
     let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?;
-    let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
-    let mut weights = match options.keeps_weights() {
-        true => Some(zeros("weights", "[batch, num_heads, q_len, kv_len]", (batch, heads, q_len, kv_len))?),
-        false => None,
-    };
+    let (mut lse, mut weights) = lse_and_weights([batch, heads, q_len, kv_len], options)?;
     let outputs = Outputs {
         context: context.view_mut(),
         lse: Some(lse.view_mut()),
@@ -151,6 +147,19 @@ pub fn forward_into<T: Element>(
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
     let outputs = Outputs { context: context.view_mut(), lse: None, weights: None };
     T::attend([q, k, v], options, outputs, workspace)
+}
+
+/// The lse `[batch, num_heads, q_len]` of a call and, if it asks for them, the weights `[batch, num_heads, q_len, kv_len]`.
+pub(crate) fn lse_and_weights<T: Element>(
+    [batch, heads, q_len, kv_len]: [usize; 4],
+    options: &Options<'_, T>,
+) -> Result<(Array3<T>, Option<Array4<T>>)> {
+    let lse = zeros("lse", "[batch, num_heads, q_len]", (batch, heads, q_len))?;
+    let weights = match options.keeps_weights() {
+        true => Some(zeros("weights", "[batch, num_heads, q_len, kv_len]", (batch, heads, q_len, kv_len))?),
+        false => None,
+    };
+    Ok((lse, weights))
 }
 
 /// The arrays that a path fills, each element of them.

@@ -1,4 +1,4 @@
-//! How the work of the tiled path is cut, and when it is worth more than one thread.
+//! How the work of the tiled path is cut into items: (batch entry, KV head, block of query positions).
 //!
 //! Cuts depend on shapes only. A row's result does not depend on the cut either: it meets the same keys in the same
 //! order whichever rows share its item.
@@ -16,30 +16,18 @@ const FEWEST_ITEMS: usize = 16;
 /// Rows of an item at least where more items are wanted: packing costs below 5 %.
 const FEWEST_ROWS: usize = 192;
 
-/// The items of one call: (batch entry, KV head, block of query positions).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Schedule {
-    /// Query positions of an item.
-    pub(crate) query_tile: usize,
-    /// Blocks of query positions of a batch entry and KV head.
-    pub(crate) tiles: usize,
-}
-
-impl Schedule {
-    /// `group` is the largest number of query heads that share a KV head; `query_tile` is the caller's wish.
-    pub(crate) fn new(dims: &Dims, group: usize, query_tile: Option<usize>) -> Self {
-        let (q_len, group) = (dims.q_len.max(1), group.max(1));
-        let query_tile = query_tile.unwrap_or_else(|| {
-            let rows = q_len.saturating_mul(group);
-            let wanted = FEWEST_ITEMS.div_ceil(dims.batch.saturating_mul(dims.num_kv_heads).max(1));
-            let most_rows = (MOST_NUMBERS / (dims.head_dim + dims.value_dim).max(1)).max(FEWEST_ROWS);
-            let tiles = rows.div_ceil(most_rows).max(wanted.min(rows / FEWEST_ROWS)).max(1);
-            // Whole groups of six rows, the height of a register block, for one head to a group.
-            q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
-        });
-        let query_tile = query_tile.clamp(1, q_len);
-        Self { query_tile, tiles: dims.q_len.div_ceil(query_tile) }
-    }
+/// Query positions of an item. `group` is the largest number of query heads that share a KV head; `wish` is the caller's.
+pub(crate) fn query_tile(dims: &Dims, group: usize, wish: Option<usize>) -> usize {
+    let (q_len, group) = (dims.q_len.max(1), group.max(1));
+    let chosen = wish.unwrap_or_else(|| {
+        let rows = q_len.saturating_mul(group);
+        let wanted = FEWEST_ITEMS.div_ceil(dims.batch.saturating_mul(dims.num_kv_heads).max(1));
+        let most_rows = (MOST_NUMBERS / (dims.head_dim + dims.value_dim).max(1)).max(FEWEST_ROWS);
+        let tiles = rows.div_ceil(most_rows).max(wanted.min(rows / FEWEST_ROWS)).max(1);
+        // Whole groups of six rows, the height of a register block, for one head to a group.
+        q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
+    });
+    chosen.clamp(1, q_len)
 }
 
 #[cfg(test)]
@@ -52,20 +40,20 @@ mod tests {
 
     #[test]
     fn items_are_neither_few_nor_small() {
-        let tile = |d: Dims, group| Schedule::new(&d, group, None);
-        assert_eq!(tile(dims(1, 8, 8, 2048), 1), Schedule { query_tile: 684, tiles: 3 });
-        assert_eq!(tile(dims(1, 8, 8, 512), 1), Schedule { query_tile: 258, tiles: 2 });
-        assert_eq!(tile(dims(8, 12, 12, 128), 1), Schedule { query_tile: 128, tiles: 1 });
-        assert_eq!(tile(dims(1, 32, 1, 100), 32), Schedule { query_tile: 7, tiles: 15 });
+        let tile = |d: Dims, group| query_tile(&d, group, None);
+        assert_eq!(tile(dims(1, 8, 8, 2048), 1), 684);
+        assert_eq!(tile(dims(1, 8, 8, 512), 1), 258);
+        assert_eq!(tile(dims(8, 12, 12, 128), 1), 128);
+        assert_eq!(tile(dims(1, 32, 1, 100), 32), 7);
         let wide = Dims { head_dim: 1 << 20, ..dims(1, 1, 1, 4096) };
-        assert_eq!(tile(wide, 1).query_tile, 192);
+        assert_eq!(tile(wide, 1), 192);
     }
 
     #[test]
     fn extremes_are_cut_too() {
-        assert_eq!(Schedule::new(&dims(1, 1, 1, 0), 1, None), Schedule { query_tile: 1, tiles: 0 });
-        assert_eq!(Schedule::new(&dims(1, 1, 1, 5), 1, Some(0)).tiles, 5);
-        assert_eq!(Schedule::new(&dims(1, 1, 1, 5), 1, Some(usize::MAX)).tiles, 1);
-        assert_eq!(Schedule::new(&dims(1, 1000, 1, 5), 1000, None).query_tile, 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 0), 1, None), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, Some(0)), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, Some(usize::MAX)), 5);
+        assert_eq!(query_tile(&dims(1, 1000, 1, 5), 1000, None), 1);
     }
 }

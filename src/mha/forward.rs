@@ -6,7 +6,7 @@ use ndarray::{
 };
 
 use super::{Config, MultiHeadAttention, Weights};
-use crate::attention::{Dims, LayerBuffers, Options, Outputs, Workspace};
+use crate::attention::{Dims, LayerBuffers, Options, Outputs, Workspace, lse_and_weights};
 use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::Level;
@@ -218,12 +218,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let mut output = zeros("output", "[batch, q_len, d_model]", (batch, q_len, d_model))?;
         let (num_heads, kv_len) = (self.config.heads.num_heads(), inputs.key.len_of(Axis(1)));
-        let mut lse = zeros("lse", "[batch, num_heads, q_len]", (batch, num_heads, q_len))?;
-        let axes = "[batch, num_heads, q_len, kv_len]";
-        let mut weights = match options.keeps_weights() {
-            true => Some(zeros("weights", axes, (batch, num_heads, q_len, kv_len))?),
-            false => None,
-        };
+        let (mut lse, mut weights) = lse_and_weights([batch, num_heads, q_len, kv_len], options)?;
         let kept = weights.as_mut().map(|weights| weights.view_mut());
         self.run(inputs, options, output.view_mut(), (Some(lse.view_mut()), kept), &mut Workspace::new())?;
         Ok(LayerOutput { output, lse, weights })
