@@ -48,6 +48,8 @@ fn shapes_of_arrays() {
     let keys = Array2::from_elem((2, 4), true);
     core().mask(Mask::keep_keys(&keys).unwrap()).refused("keep_keys: expected [batch, kv_len] = [2, 5], got [2, 4]");
     core().mask(Mask::key_lengths(&[1, 2, 3])).refused("key_lengths: expected [batch] = [2], got [3]");
+    core().mask(Mask::query_lengths(&[1])).refused("query_lengths: expected [batch] = [2], got [1]");
+    core().mask(Mask::query_lengths(&[0, 9])).refused("query_lengths: expected no length above q_len, got 9 of 3");
     core().mask(Mask::key_ranges(&[])).refused("key_ranges: expected [batch] = [2], got [0]");
 }
 

@@ -9,7 +9,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::Mask;
-use super::structure::{Align, Interval, window_alignment};
+use super::structure::{Align, Band, Extent, Interval, window_alignment};
 use crate::error::{Error, Result};
 
 /// What a block of queries may see of a block of keys.
@@ -21,6 +21,20 @@ pub enum Visibility {
     All,
     /// Some pairs may be hidden.
     Some,
+}
+
+/// The keys that there are, where not every batch entry has all `kv_len` of them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held<'a> {
+    /// How many each entry has; `None` is `kv_len` for all.
+    pub(crate) lengths: Option<&'a [usize]>,
+    /// How many of the last ones a query can see at most, itself included: those of a ring.
+    pub(crate) last: Option<usize>,
+}
+
+impl Held<'_> {
+    /// All keys of every entry.
+    pub(crate) const ALL: Self = Self { lengths: None, last: None };
 }
 
 /// A [`Mask`] bound to `[batch, num_heads, q_len, kv_len]`, made by [`Mask::bind`].
@@ -41,25 +55,32 @@ pub struct BoundMask<'a> {
     mask: &'a Mask,
     dims: [usize; 4],
     window_align: Align,
+    held: Held<'a>,
 }
 
 impl<'a> BoundMask<'a> {
-    pub(super) fn new(mask: &'a Mask, dims: [usize; 4]) -> Result<Self> {
-        let [batch, _, _, kv_len] = dims;
+    /// The lengths of `held` are one for each entry and at most `kv_len`.
+    pub(crate) fn new(mask: &'a Mask, dims: [usize; 4], held: Held<'a>) -> Result<Self> {
+        let [batch, _, q_len, kv_len] = dims;
+        for lengths in &mask.query_lengths {
+            lengths.check(batch, q_len)?;
+        }
         for ranges in &mask.key_ranges {
             ranges.check(batch, kv_len)?;
         }
         for dense in &mask.dense {
             dense.check(dims)?;
         }
-        Ok(Self { mask, dims, window_align: window_alignment(&mask.bands)? })
+        Ok(Self { mask, dims, window_align: window_alignment(&mask.bands)?, held })
     }
 
     /// The rules of one batch entry and head.
     pub(crate) fn head(&self, entry: usize, head: usize) -> HeadMask<'a> {
         let [_, _, q_len, kv_len] = self.dims;
-        let (bands, ranges) = (&self.mask.bands, &self.mask.key_ranges);
-        let interval = Interval::new(bands, ranges, self.window_align, entry, q_len, kv_len);
+        let bands = self.mask.bands.iter().copied().chain(self.held.last.map(Band::last_of_cache));
+        let keys = self.held.lengths.and_then(|lengths| lengths.get(entry).copied()).unwrap_or(kv_len);
+        let extent = Extent { entry, queries: self.mask.valid_queries(entry, q_len), keys };
+        let interval = Interval::new(bands, &self.mask.key_ranges, self.window_align, extent);
         HeadMask { mask: self.mask, entry, head, interval }
     }
 
@@ -109,10 +130,11 @@ impl<'a> BoundMask<'a> {
     /// ```
     pub fn visible_pairs(&self) -> u64 {
         let [batch, num_heads, q_len, _] = self.dims;
-        let Mask { key_ranges, dense, .. } = self.mask;
+        let Mask { key_ranges, query_lengths, dense, .. } = self.mask;
         // Entries and heads that no rule tells apart see the same.
         let differ = |axis| dense.iter().any(|dense| dense.differs_along(axis));
-        let entries = if key_ranges.is_empty() && !differ(0) { batch.min(1) } else { batch };
+        let same = key_ranges.is_empty() && query_lengths.is_empty() && self.held.lengths.is_none() && !differ(0);
+        let entries = if same { batch.min(1) } else { batch };
         let heads = if differ(1) { num_heads } else { num_heads.min(1) };
         let rules = (0..entries).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
         let pairs = rules.map(|rules| match rules.is_dense() {
@@ -293,7 +315,7 @@ mod tests {
 
     /// Words and tile answers against the pair-by-pair answer, over every aligned and unaligned block.
     fn check(mask: &Mask, dims: [usize; 4]) {
-        let bound = BoundMask::new(mask, dims).unwrap();
+        let bound = BoundMask::new(mask, dims, Held::ALL).unwrap();
         let [batch, heads, q_len, kv_len] = dims;
         let pairs = bound.to_array().unwrap().iter().filter(|&&seen| seen).count();
         assert_eq!(bound.visible_pairs(), pairs as u64, "{mask}");
@@ -346,6 +368,9 @@ mod tests {
             Mask::keep(&blocky).unwrap(),
             Mask::keep_keys(&random.slice(ndarray::s![..1, ..])).unwrap(),
             Mask::keep(&random.slice(ndarray::s![.., ..1])).unwrap(),
+            Mask::causal() & Mask::query_lengths(&[13]),
+            Mask::window(30, 5) & Mask::query_lengths(&[17]) & Mask::query_lengths(&[7]),
+            Mask::query_lengths(&[0]),
         ];
         for mask in &masks {
             check(mask, [1, 1, 20, 150]);
@@ -407,7 +432,7 @@ mod tests {
     fn empty_lengths_are_legal() {
         for dims in [[0, 1, 3, 4], [1, 1, 0, 4], [1, 1, 3, 0], [2, 0, 3, 4]] {
             let mask = Mask::causal() & Mask::window(1, 1);
-            assert_eq!(BoundMask::new(&mask, dims).unwrap().to_array().unwrap().shape(), dims);
+            assert_eq!(BoundMask::new(&mask, dims, Held::ALL).unwrap().to_array().unwrap().shape(), dims);
         }
     }
 }

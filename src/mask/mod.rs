@@ -29,8 +29,8 @@ mod bound;
 mod dense;
 mod structure;
 
-pub(crate) use bound::HeadMask;
 pub use bound::{BoundMask, Visibility};
+pub(crate) use bound::{HeadMask, Held};
 pub(crate) use dense::rank_2_or_4;
 
 use dense::Dense;
@@ -38,7 +38,7 @@ use ndarray::{ArrayRef, ArrayRef2, Dimension};
 use std::fmt;
 use std::ops::{BitAnd, Range};
 use std::sync::Arc;
-use structure::{Align, Band, KeyRanges};
+use structure::{Align, Band, KeyRanges, QueryLengths};
 
 use crate::error::Result;
 
@@ -66,12 +66,14 @@ use crate::error::Result;
 pub struct Mask {
     bands: Vec<Band>,
     key_ranges: Vec<KeyRanges>,
+    query_lengths: Vec<QueryLengths>,
     dense: Vec<Arc<Dense>>,
 }
 
 impl Mask {
     /// What a call without a mask uses.
-    pub(crate) const NONE: Self = Self { bands: Vec::new(), key_ranges: Vec::new(), dense: Vec::new() };
+    pub(crate) const NONE: Self =
+        Self { bands: Vec::new(), key_ranges: Vec::new(), query_lengths: Vec::new(), dense: Vec::new() };
 
     /// Every query sees every key.
     ///
@@ -176,6 +178,20 @@ impl Mask {
         Self { key_ranges: vec![KeyRanges::new("key_ranges", ranges.to_vec())], ..Self::default() }
     }
 
+    /// The first `lengths[b]` queries of batch entry b are valid, the rest is padding and sees nothing. The bottom-right
+    /// position aligns the last *valid* query with the last valid key. For batches of queries padded at the end.
+    ///
+    /// ```
+    /// use multihead::Mask;
+    /// let mask = Mask::causal() & Mask::query_lengths(&[2]);
+    /// assert_eq!(mask.bind(1, 1, 3, 4)?.to_string(), "1 1 1 0\n1 1 1 1\n0 0 0 0\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "seqlens_q")]
+    pub fn query_lengths(lengths: &[usize]) -> Self {
+        Self { query_lengths: vec![QueryLengths::new(lengths)], ..Self::default() }
+    }
+
     /// A padding mask: key j of batch entry b may be attended to where `keep[[b, j]]` is true.
     ///
     /// `keep: [batch, kv_len]`, an axis of length 1 stands for all. It is a mask and not a length: the bottom-right
@@ -242,6 +258,7 @@ impl Mask {
     pub fn and(mut self, other: Self) -> Self {
         self.bands.extend(other.bands);
         self.key_ranges.extend(other.key_ranges);
+        self.query_lengths.extend(other.query_lengths);
         self.dense.extend(other.dense);
         self
     }
@@ -253,13 +270,14 @@ impl Mask {
     /// assert!(!Mask::causal().is_none());
     /// ```
     pub fn is_none(&self) -> bool {
-        self.bands.is_empty() && self.key_ranges.is_empty() && self.dense.is_empty()
+        self.bands.is_empty() && self.key_ranges.is_empty() && self.query_lengths.is_empty() && self.dense.is_empty()
     }
 
     /// The mask over given lengths, to be asked, drawn or turned into an array.
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] if a dense mask or the number of key ranges does not fit,
+    /// [`crate::Error::Shape`] if a dense mask or the number of key ranges or query lengths does not fit,
+    /// [`crate::Error::Value`] if there are more valid queries than queries,
     /// [`crate::Error::KeyRange`] if a range ends beyond `kv_len`,
     /// [`crate::Error::Alignment`] if a window could count from two causal rules.
     ///
@@ -269,7 +287,12 @@ impl Mask {
     /// assert_eq!(error.to_string(), "key_lengths[0]: expected start <= end <= kv_len = 4, got 0..5");
     /// ```
     pub fn bind(&self, batch: usize, num_heads: usize, q_len: usize, kv_len: usize) -> Result<BoundMask<'_>> {
-        BoundMask::new(self, [batch, num_heads, q_len, kv_len])
+        BoundMask::new(self, [batch, num_heads, q_len, kv_len], Held::ALL)
+    }
+
+    /// How many of the `q_len` queries of a batch entry are valid.
+    pub(crate) fn valid_queries(&self, entry: usize, q_len: usize) -> usize {
+        self.query_lengths.iter().filter_map(|lengths| lengths.of(entry)).fold(q_len, usize::min)
     }
 
     fn band(band: Band) -> Self {
@@ -297,8 +320,9 @@ impl fmt::Display for Mask {
         }
         let bands = self.bands.iter().map(|rule| rule as &dyn fmt::Display);
         let ranges = self.key_ranges.iter().map(|rule| rule as &dyn fmt::Display);
+        let lengths = self.query_lengths.iter().map(|rule| rule as &dyn fmt::Display);
         let dense = self.dense.iter().map(|rule| &**rule as &dyn fmt::Display);
-        for (i, rule) in bands.chain(ranges).chain(dense).enumerate() {
+        for (i, rule) in bands.chain(ranges).chain(lengths).chain(dense).enumerate() {
             if i > 0 {
                 f.write_str(" & ")?;
             }

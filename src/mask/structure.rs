@@ -1,7 +1,7 @@
-//! Rules that leave each query one interval of keys: causal, window, key ranges.
+//! Rules that leave each query one interval of keys: causal, window, key ranges, query lengths.
 //!
-//! All of them have slope 1 or 0 in the query index, so any number of them over one batch entry comes down to four
-//! numbers: query i sees the keys `max(start, i + lower) ..= min(end - 1, i + upper)`.
+//! All of them have slope 1 or 0 in the query index, so any number of them over one batch entry comes down to a few
+//! numbers: query i, if it is valid, sees the keys `max(start, i + lower) ..= min(end - 1, i + upper)`.
 
 use std::fmt;
 use std::ops::Range;
@@ -54,6 +54,11 @@ impl Band {
 
     pub(super) fn nothing() -> Self {
         Self { align: None, left: 0, right: -1 }
+    }
+
+    /// The last n > 0 keys up to the bottom-right position, whatever causal rule there is.
+    pub(super) fn last_of_cache(n: usize) -> Self {
+        Self { align: Some(Align::BottomRight), left: position(n) - 1, right: 0 }
     }
 }
 
@@ -116,9 +121,50 @@ impl fmt::Display for KeyRanges {
     }
 }
 
+/// The valid queries of each batch entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct QueryLengths(Vec<usize>);
+
+impl QueryLengths {
+    pub(super) fn new(lengths: &[usize]) -> Self {
+        Self(lengths.to_vec())
+    }
+
+    pub(super) fn check(&self, batch: usize, q_len: usize) -> Result<()> {
+        check_shape("query_lengths", "[batch]", [Some(batch)], &[self.0.len()])?;
+        match self.0.iter().find(|&&length| length > q_len) {
+            None => Ok(()),
+            Some(length) => Err(Error::value("query_lengths", "no length above q_len", format!("{length} of {q_len}"))),
+        }
+    }
+
+    /// How many queries of the entry are valid.
+    pub(super) fn of(&self, entry: usize) -> Option<usize> {
+        self.0.get(entry).copied()
+    }
+}
+
+impl fmt::Display for QueryLengths {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "query_lengths {:?}", self.0)
+    }
+}
+
+/// What the rules of one batch entry are about.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extent {
+    pub(super) entry: usize,
+    /// Valid queries.
+    pub(super) queries: usize,
+    /// Keys that exist.
+    pub(super) keys: usize,
+}
+
 /// All structural rules of one batch entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Interval {
+    /// Valid queries.
+    queries: i64,
     /// Valid keys, before causal rules and windows.
     start: i64,
     end: i64,
@@ -129,23 +175,22 @@ pub(crate) struct Interval {
 
 impl Interval {
     pub(super) fn new(
-        bands: &[Band],
+        bands: impl IntoIterator<Item = Band>,
         key_ranges: &[KeyRanges],
         window_align: Align,
-        entry: usize,
-        q_len: usize,
-        kv_len: usize,
+        extent: Extent,
     ) -> Self {
-        let (mut start, mut end) = (0, kv_len);
+        let (mut start, mut end) = (0, extent.keys);
         for ranges in key_ranges {
-            if let Some(range) = ranges.ranges.get(entry) {
+            if let Some(range) = ranges.ranges.get(extent.entry) {
                 (start, end) = (start.max(range.start), end.min(range.end));
             }
         }
         // An empty intersection has no last key; it counts as ending where it starts.
         let (start, end) = (position(start), position(end.max(start)));
+        let queries = position(extent.queries);
         let pos = |align| match align {
-            Align::BottomRight => end - position(q_len),
+            Align::BottomRight => end - queries,
             Align::Offset(offset) => position(offset),
         };
         let (mut lower, mut upper) = (-FAR, FAR);
@@ -159,13 +204,15 @@ impl Interval {
                 upper = upper.min(pos + band.right);
             }
         }
-        Self { start, end, lower, upper }
+        Self { queries, start, end, lower, upper }
     }
 
     /// The keys that query i sees.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
         let i = position(i);
         let start = self.start.max(i + self.lower).max(0);
+        // Both ends grow with i, also where there is no valid query any more.
+        let start = if i < self.queries { start } else { start.max(self.end) };
         let end = self.end.min(i + self.upper + 1).max(start);
         // Both lie in 0..=kv_len or are equal, so they fit.
         start as usize..end as usize
@@ -173,12 +220,12 @@ impl Interval {
 
     /// The number of pairs that the first `q_len` queries see, at most `u64::MAX`.
     pub(crate) fn pairs(&self, q_len: usize) -> u64 {
-        let Self { start, end, lower, upper } = *self;
+        let Self { start, end, lower, upper, queries } = *self;
         let upper = upper + 1;
         // The count of query i is a line between the places where one of its two bounds starts or stops to move or
         // where the bounds meet.
         let seen = |i: i64| ((i + upper).min(end) - (i + lower).max(start)).max(0);
-        let q_len = position(q_len);
+        let q_len = position(q_len).min(queries);
         let mut cuts = [0, start - lower, start - upper, end - lower, end - upper, q_len].map(|i| i.clamp(0, q_len));
         cuts.sort_unstable();
         let lines = cuts.windows(2).filter(|cut| cut[0] < cut[1]);
@@ -191,8 +238,11 @@ impl Interval {
 mod tests {
     use super::*;
 
+    const EXTENT: Extent = Extent { entry: 0, queries: 2, keys: 9 };
+
     fn interval(bands: &[Band], q_len: usize, kv_len: usize) -> Interval {
-        Interval::new(bands, &[], window_alignment(bands).unwrap(), 0, q_len, kv_len)
+        let extent = Extent { entry: 0, queries: q_len, keys: kv_len };
+        Interval::new(bands.iter().copied(), &[], window_alignment(bands).unwrap(), extent)
     }
 
     #[test]
@@ -213,7 +263,7 @@ mod tests {
     #[test]
     fn valid_range_moves_the_bottom_right_position() {
         let ranges = [KeyRanges::new("key_ranges", std::iter::once(1..4).collect())];
-        let interval = Interval::new(&[Band::causal(Align::BottomRight)], &ranges, Align::BottomRight, 0, 2, 9);
+        let interval = Interval::new([Band::causal(Align::BottomRight)], &ranges, Align::BottomRight, EXTENT);
         assert_eq!(interval.keys(0), 1..3);
         assert_eq!(interval.keys(1), 1..4);
     }
@@ -223,21 +273,21 @@ mod tests {
         let sides = [-9, -4, -1, 0, 1, 2, 5, 8, FAR];
         for (lower, upper) in sides.iter().flat_map(|&l| sides.iter().map(move |&u| (-l, u))) {
             for (start, end) in [(0, 0), (0, 1), (0, 6), (2, 5), (7, 7)] {
-                let interval = Interval { start, end, lower, upper };
-                for q_len in 0..12 {
+                for (queries, q_len) in [3, 20].into_iter().flat_map(|n| (0..12).map(move |q_len| (n, q_len))) {
+                    let interval = Interval { queries, start, end, lower, upper };
                     let want: usize = (0..q_len).map(|i| interval.keys(i).len()).sum();
                     assert_eq!(interval.pairs(q_len), want as u64, "{interval:?} {q_len}");
                 }
             }
         }
-        let all = Interval { start: 0, end: FAR, lower: -FAR, upper: FAR };
+        let all = Interval { queries: FAR, start: 0, end: FAR, lower: -FAR, upper: FAR };
         assert_eq!(all.pairs(usize::MAX), u64::MAX);
     }
 
     #[test]
     fn disjoint_ranges_see_nothing() {
         let ranges = [0..2, 5..7].map(|range| KeyRanges::new("key_ranges", [range].into()));
-        let interval = Interval::new(&[], &ranges, Align::BottomRight, 0, 2, 9);
+        let interval = Interval::new([], &ranges, Align::BottomRight, EXTENT);
         assert!(interval.keys(0).is_empty() && interval.keys(1).is_empty());
     }
 

@@ -20,6 +20,7 @@ pub(crate) enum Rule {
     LastN(usize),
     KeyLengths(Vec<usize>),
     KeyRanges(Vec<Range<usize>>),
+    QueryLengths(Vec<usize>),
     KeepKeys(Array2<bool>),
     Keep(Array4<bool>),
     Drop(Array4<bool>),
@@ -45,6 +46,7 @@ impl Rule {
             Self::LastN(n) => Mask::last_n(*n),
             Self::KeyLengths(lengths) => Mask::key_lengths(lengths),
             Self::KeyRanges(ranges) => Mask::key_ranges(ranges),
+            Self::QueryLengths(lengths) => Mask::query_lengths(lengths),
             Self::KeepKeys(keep) => Mask::keep_keys(keep).unwrap(),
             Self::Keep(keep) => Mask::keep(keep).unwrap(),
             Self::Drop(drop) => Mask::drop(drop).unwrap(),
@@ -62,6 +64,14 @@ impl Rule {
 
     fn is_window(&self) -> bool {
         matches!(self, Self::Window(..) | Self::LastN(_))
+    }
+
+    /// The queries of a batch entry that count, where the rule says so.
+    fn queries(&self, entry: usize) -> Option<usize> {
+        match self {
+            Self::QueryLengths(lengths) => Some(lengths[entry]),
+            _ => None,
+        }
     }
 
     /// The keys of a batch entry that count at all, where the rule says so.
@@ -92,10 +102,10 @@ impl Rules {
     }
 
     /// Whether a rule means the same alone and together with the others: a key range moves the bottom-right position,
-    /// a causal rule moves a window.
+    /// query lengths do too, and a causal rule moves a window.
     pub(crate) fn are_independent(&self) -> bool {
         let has = |f: fn(&Rule) -> bool| self.0.iter().any(f);
-        let ranges = has(|rule| matches!(rule, Rule::KeyLengths(_) | Rule::KeyRanges(_)));
+        let ranges = has(|rule| matches!(rule, Rule::KeyLengths(_) | Rule::KeyRanges(_) | Rule::QueryLengths(_)));
         let bottom_right = has(|rule| rule.is_window() || rule.align() == Some(Align::BottomRight));
         let moved = has(Rule::is_window) && has(|rule| matches!(rule.align(), Some(Align::Offset(_))));
         !(moved || ranges && bottom_right)
@@ -106,20 +116,22 @@ impl Rules {
         let wide = |n: usize| n as i128;
         let ranges = || self.0.iter().filter_map(|rule| rule.key_range(entry));
         let end = ranges().map(|range| range.end).min().unwrap_or(kv_len);
+        let queries = self.0.iter().filter_map(|rule| rule.queries(entry)).min().unwrap_or(q_len);
         let pos = |align| match align {
-            Align::BottomRight => wide(i) + wide(end) - wide(q_len),
+            Align::BottomRight => wide(i) + wide(end) - wide(queries),
             Align::Offset(offset) => wide(i) + wide(offset),
         };
         let window = |left: usize, right: usize| {
             let pos = pos(self.window_align().unwrap());
             (left >= OPEN || pos - wide(left) <= wide(j)) && (right >= OPEN || wide(j) <= pos + wide(right))
         };
-        ranges().all(|range| range.contains(&j))
+        i < queries
+            && ranges().all(|range| range.contains(&j))
             && self.0.iter().all(|rule| match rule {
                 Rule::Causal | Rule::TopLeft | Rule::Offset(_) => wide(j) <= pos(rule.align().unwrap()),
                 Rule::Window(left, right) => window(*left, *right),
                 Rule::LastN(n) => *n > 0 && window(n - 1, 0),
-                Rule::KeyLengths(_) | Rule::KeyRanges(_) => true,
+                Rule::KeyLengths(_) | Rule::KeyRanges(_) | Rule::QueryLengths(_) => true,
                 Rule::KeepKeys(keep) => pair(&over_keys(keep), [entry, head, i, j]),
                 Rule::Keep(keep) => pair(keep, [entry, head, i, j]),
                 Rule::Drop(drop) => !pair(drop, [entry, head, i, j]),
@@ -150,7 +162,7 @@ pub(crate) fn rules(dims: Dims) -> impl Strategy<Value = Rules> {
 }
 
 fn rule(dims: Dims) -> impl Strategy<Value = Rule> {
-    let [batch, _, _, kv_len] = dims;
+    let [batch, _, q_len, kv_len] = dims;
     let side = || prop_oneof![8 => 0..=5usize, 1 => Just(usize::MAX), 1 => Just(usize::MAX / 2)];
     let range = (0..=kv_len, 0..=kv_len).prop_map(|(a, b)| a.min(b)..a.max(b));
     let dense = |dims| (any::<u64>(), any::<[bool; 4]>()).prop_map(move |(seed, full)| dense(dims, seed, full));
@@ -162,6 +174,7 @@ fn rule(dims: Dims) -> impl Strategy<Value = Rule> {
         side().prop_map(Rule::LastN),
         prop::collection::vec(0..=kv_len, batch).prop_map(Rule::KeyLengths),
         prop::collection::vec(range, batch).prop_map(Rule::KeyRanges),
+        prop::collection::vec(0..=q_len, batch).prop_map(Rule::QueryLengths),
         dense([batch, 1, 1, kv_len]).prop_map(|keep| Rule::KeepKeys(keep.slice_move(s![.., 0, 0, ..]))),
         dense(dims).prop_map(Rule::Keep),
         dense(dims).prop_map(Rule::Drop),
