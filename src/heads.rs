@@ -146,6 +146,11 @@ impl HeadMap {
         }
     }
 
+    /// How many query heads read a KV head at most.
+    pub(crate) fn largest_group(&self) -> usize {
+        (0..self.num_read()).map(|index| self.group_size(self.read_kv_head(index))).max().unwrap_or(0)
+    }
+
     /// The query head at `index < group_size` among those that read `kv_head`.
     pub(crate) fn query_head(&self, kv_head: usize, index: usize) -> usize {
         match &self.map {

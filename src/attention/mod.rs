@@ -18,7 +18,7 @@
 //! | path | file | what it is |
 //! | --- | --- | --- |
 //! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
-//! | [`Path::Tiled`] | `forward.rs` | tiles of keys with online softmax, no scores in memory |
+//! | [`Path::Tiled`] | `forward.rs`, `walk.rs` | tiles of keys with online softmax, no scores in memory |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 
 mod bias;
@@ -28,6 +28,8 @@ mod options;
 mod problem;
 mod reference;
 mod schedule;
+mod source;
+mod walk;
 mod workspace;
 
 pub use options::{Options, Path};
@@ -40,6 +42,8 @@ use crate::element::{Element, zeros};
 use crate::error::{Result, check_shape};
 pub(crate) use problem::{Dims, check_scale, check_softcap};
 use problem::{Problem, Rules};
+use source::Arrays;
+use walk::Call;
 
 /// What attention returns.
 #[derive(Debug, Clone, PartialEq)]
@@ -206,7 +210,12 @@ pub(crate) fn attend<T: Element>(
     match options.chosen_path()? {
         Path::Reference => reference::forward(&problem, outputs),
         Path::Dense => dense::forward(&problem, outputs),
-        Path::Auto | Path::Tiled => forward::forward(&problem, options, outputs, workspace),
+        Path::Auto | Path::Tiled => {
+            let Problem { dims, q, k, v, rules } = &problem;
+            let source = Arrays { k: k.view(), v: v.view() };
+            let call = Call { dims: *dims, q: q.view(), first: 0, rules, source: &source };
+            forward::forward(&call, options.query_tile, outputs, workspace)
+        }
     }
 }
 

@@ -73,6 +73,17 @@ impl<'a, T: Element> Rules<'a, T> {
     }
 }
 
+impl<'a, T: Copy> Rules<'a, T> {
+    /// The mask of a batch entry, for head 0.
+    pub(crate) fn mask(&self, entry: usize) -> HeadMask<'a> {
+        self.mask.head(entry, 0)
+    }
+
+    pub(crate) fn sink(&self, head: usize) -> Option<T> {
+        self.sinks.as_ref().map(|sinks| sinks[head])
+    }
+}
+
 /// A checked call.
 pub(crate) struct Problem<'a, T> {
     pub(crate) dims: Dims,
@@ -106,15 +117,6 @@ impl<'a, T: Element> Problem<'a, T> {
         Ok(Self { dims, q: q.view(), k: k.view(), v: v.view(), rules: Rules::new(dims, options)? })
     }
 
-    /// The rules of a batch entry, for head 0.
-    pub(crate) fn mask(&self, entry: usize) -> HeadMask<'a> {
-        self.rules.mask.head(entry, 0)
-    }
-
-    pub(crate) fn sink(&self, head: usize) -> Option<T> {
-        self.rules.sinks.as_ref().map(|sinks| sinks[head])
-    }
-
     /// Everything that belongs to one query head of one batch entry.
     pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'a, T> {
         let kv_head = self.rules.heads.kv_head(head);
@@ -125,7 +127,7 @@ impl<'a, T: Element> Problem<'a, T> {
             mask: self.rules.mask.head(entry, head),
             bias: self.rules.bias,
             at: [entry, head],
-            sink: self.sink(head),
+            sink: self.rules.sink(head),
         }
     }
 }

@@ -1,0 +1,57 @@
+//! Where a walk finds its keys and values: tiles of 64 keys, in the layout that the kernels read.
+
+use ndarray::{ArrayView4, s};
+use std::ops::Range;
+
+use crate::element::Element;
+use crate::kernels::{Finite, KEYS, Kernels, PANEL};
+
+/// A tile of keys and values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Packed<'a, T> {
+    /// `[panels][head_dim][16]`
+    pub(crate) keys: &'a [T],
+    /// `[16 panels][width]`
+    pub(crate) values: &'a [T],
+    pub(crate) finite: Finite,
+}
+
+/// Keys and values of a call.
+pub(crate) trait Source<T: 'static>: Sync {
+    /// The keys `keys` of a KV head and their values; the range lies within one tile and starts where the tile does.
+    /// `room` has space for a tile of each and can be used or not.
+    fn tile<'s>(
+        &'s self,
+        kernels: &Kernels<T>,
+        at: [usize; 2],
+        keys: Range<usize>,
+        room: [&'s mut [T]; 2],
+    ) -> Packed<'s, T>;
+}
+
+/// Keys and values as arrays, packed for every walk that meets them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Arrays<'a, T> {
+    /// `[batch, num_kv_heads, kv_len, head_dim]`
+    pub(super) k: ArrayView4<'a, T>,
+    /// `[batch, num_kv_heads, kv_len, value_dim]`
+    pub(super) v: ArrayView4<'a, T>,
+}
+
+impl<T: Element> Source<T> for Arrays<'_, T> {
+    fn tile<'s>(
+        &'s self,
+        kernels: &Kernels<T>,
+        [entry, kv_head]: [usize; 2],
+        keys: Range<usize>,
+        [panels, rows]: [&'s mut [T]; 2],
+    ) -> Packed<'s, T> {
+        debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
+        kernels.pack_panels(self.k.slice(s![entry, kv_head, keys.clone(), ..]), panels);
+        let finite = match kernels.pack_rows(self.v.slice(s![entry, kv_head, keys, ..]), rows) {
+            true => Finite::All,
+            false => Finite::NotAll,
+        };
+        Packed { keys: panels, values: rows, finite }
+    }
+}

@@ -1,0 +1,325 @@
+//! How the rows of a work item meet their keys, tile by tile.
+//!
+//! ```text
+//! q <- sign(scale) * Q                                                 [rows][head_dim], heads of the group interleaved
+//! for each tile of 64 keys that the rows can see:
+//!     keys, values <- packed K, V                                      once for all rows of the item
+//!     for each group of 6 rows that can see the tile:
+//!         p <- |scale| * log2(e) * q keys^T; softcap, bias, mask; online softmax; context <- context + p values
+//! context <- context / sum; lse <- ln 2 * (m + log2 sum)
+//! ```
+//!
+//! A row meets its keys in ascending order whatever the item, the group and the thread, so results do not depend on any
+//! of them.
+
+use std::ops::Range;
+
+use super::bias::Bias;
+use super::problem::{Dims, Rules};
+use super::source::{Packed, Source};
+use super::workspace::ItemSize;
+use crate::element::Element;
+use crate::kernels::{Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring};
+use crate::mask::HeadMask;
+use ndarray::{ArrayView4, Axis, s};
+
+/// The queries of a call and its rules, wherever its keys and values are.
+pub(super) struct Call<'p, 'a, T> {
+    pub(super) dims: Dims,
+    /// `[batch, num_heads, rows, head_dim]`: all queries, or those from `first` on that are computed now.
+    pub(super) q: ArrayView4<'p, T>,
+    pub(super) first: usize,
+    pub(super) rules: &'p Rules<'a, T>,
+    pub(super) source: &'p dyn Source<T>,
+}
+
+/// Which rows: some query positions of all heads that read a KV head of a batch entry.
+#[derive(Debug, Clone)]
+pub(super) struct Rows {
+    pub(super) entry: usize,
+    pub(super) kv_head: usize,
+    /// Of the queries that are computed now.
+    pub(super) positions: Range<usize>,
+}
+
+/// What is known about rows that have met some of their keys.
+pub(super) struct State<'s, T> {
+    /// `[rows][width]`, not yet divided.
+    pub(super) context: &'s mut [T],
+    /// `[rows]`, in binary units.
+    pub(super) maxima: &'s mut [T],
+    /// `[rows][16]` partial sums.
+    pub(super) sums: &'s mut [T],
+}
+
+/// What a row's exponentials sum up to.
+pub(super) enum Total<T> {
+    /// `2^reference * total`
+    Keys { reference: T, total: T },
+    /// No key was seen: the sink, or -inf where there is none.
+    Sink(T),
+}
+
+impl<T: Element> Total<T> {
+    pub(super) fn lse(&self) -> T {
+        match *self {
+            // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
+            Self::Keys { total, .. } if total == T::zero() => T::nan(),
+            Self::Keys { reference, total } => (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2),
+            Self::Sink(sink) => sink,
+        }
+    }
+}
+
+impl<T: Element> State<'_, T> {
+    /// Before the first key.
+    pub(super) fn clear(&mut self) {
+        self.context.fill(T::zero());
+        self.maxima.fill(T::neg_infinity());
+        self.sums.fill(T::zero());
+    }
+}
+
+/// Memory that a walk works in.
+pub(super) struct Room<'s, T> {
+    /// `[rows][head_dim]`
+    pub(super) queries: &'s mut [T],
+    /// Of a tile.
+    pub(super) keys: &'s mut [T],
+    pub(super) values: &'s mut [T],
+    /// `[6][64]`
+    pub(super) scores: &'s mut [T],
+    /// `[6][64]`, if there is a bias.
+    pub(super) bias: &'s mut [T],
+}
+
+/// The walk of one item.
+pub(super) struct Walk<'p, 'a, T: 'static> {
+    call: &'p Call<'p, 'a, T>,
+    kernels: &'static Kernels<T>,
+    at: Rows,
+    /// How many query heads share each position.
+    group: usize,
+    rows: usize,
+    /// The rules that all heads of the batch entry share.
+    mask: HeadMask<'p>,
+}
+
+/// What a group of rows sees of a tile.
+struct Sight {
+    /// Panels of 16 keys.
+    panels: Range<usize>,
+    /// The bits of each row, where not all of the panels are visible.
+    bits: Option<[u64; MAX_ROWS]>,
+}
+
+impl Sight {
+    /// All of a full tile.
+    const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
+}
+
+impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
+    pub(super) fn new(call: &'p Call<'p, 'a, T>, kernels: &'static Kernels<T>, at: Rows) -> Self {
+        let group = call.rules.heads.group_size(at.kv_head);
+        let (rows, mask) = (at.positions.len() * group, call.rules.mask(at.entry));
+        Self { call, kernels, at, group, rows, mask }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// What the walk needs room for.
+    pub(super) fn size(&self) -> ItemSize {
+        ItemSize { rows: self.rows, dims: self.call.dims, biased: self.call.rules.bias.is_some() }
+    }
+
+    /// The query head and the position of a row: positions ascend, so that a group of rows spans few of them.
+    pub(super) fn row(&self, row: usize) -> (usize, usize) {
+        let head = self.call.rules.heads.query_head(self.at.kv_head, row % self.group);
+        (head, self.at.positions.start + row / self.group)
+    }
+
+    /// The keys that the first and the last of some rows see, before dense rules: they bound those of all between.
+    fn outer_keys(&self, rows: Range<usize>) -> (Range<usize>, Range<usize>) {
+        let first = self.call.first + self.at.positions.start;
+        let keys = |row: usize| self.mask.keys(first + row / self.group);
+        (keys(rows.start), keys(rows.end - 1))
+    }
+
+    /// The tiles that some row can see.
+    pub(super) fn tiles(&self) -> Range<usize> {
+        if self.rows == 0 {
+            return 0..0;
+        }
+        let (first, last) = self.outer_keys(0..self.rows);
+        first.start / KEYS..last.end.min(self.call.dims.kv_len).div_ceil(KEYS)
+    }
+
+    /// Meets the keys of the tiles that are among `tiles`, in ascending order.
+    pub(super) fn run(&self, tiles: Range<usize>, state: &mut State<'_, T>, room: Room<'_, T>) {
+        let visible = self.tiles();
+        let tiles = tiles.start.max(visible.start)..tiles.end.min(visible.end);
+        if tiles.is_empty() {
+            return;
+        }
+        let Call { dims, rules, .. } = self.call;
+        let width = self.size().width();
+        let Room { queries, keys, values, scores, bias } = room;
+        self.pack_queries(queries);
+        let factor = split_scale(rules.scale).1;
+        for tile in tiles {
+            let range = tile * KEYS..dims.kv_len.min((tile + 1) * KEYS);
+            // Most tiles are visible to all rows of the item; only the others are looked at group by group.
+            let whole = self.sees_all(range.clone());
+            let (mut unpacked, mut packed) = (Some([&mut *keys, &mut *values]), None);
+            for row in (0..self.rows).step_by(MAX_ROWS) {
+                let rows = row..self.rows.min(row + MAX_ROWS);
+                let sight = if whole { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
+                let Some(sight) = sight else { continue };
+                if let Some(room) = unpacked.take() {
+                    let at = [self.at.entry, self.at.kv_head];
+                    packed = Some(self.call.source.tile(self.kernels, at, range.clone(), room));
+                }
+                let Some(Packed { keys, values, finite }) = packed else { continue };
+                if let Some(from) = &rules.bias {
+                    self.pack_bias(from, rows.clone(), range.clone(), bias);
+                }
+                let mut group = Group {
+                    rows: rows.len(),
+                    head_dim: dims.head_dim,
+                    q: &queries[row * dims.head_dim..],
+                    q_row: dims.head_dim,
+                    m: &mut state.maxima[row..],
+                    l: &mut state.sums[row * PANEL..],
+                    o: &mut state.context[row * width..],
+                    o_row: width,
+                    p: scores,
+                };
+                let tile = KeyTile { keys, values, width, finite, panels: sight.panels };
+                let scoring = Scoring {
+                    visible: sight.bits.as_ref().map(|bits| &bits[..]),
+                    bias: rules.bias.is_some().then_some(&*bias),
+                    softcap: rules.softcap,
+                    factor,
+                };
+                self.kernels.attend(&mut group, &tile, &scoring);
+            }
+        }
+    }
+
+    /// `[rows][head_dim]`, with the sign of the scale: its size is applied to the products.
+    fn pack_queries(&self, queries: &mut [T]) {
+        let factor = split_scale(self.call.rules.scale).0;
+        let q = self.call.q.index_axis(Axis(0), self.at.entry);
+        let head_dim = self.call.dims.head_dim;
+        if self.group == 1 {
+            let positions = self.at.positions.clone();
+            self.kernels.pack_scaled(q.slice(s![self.row(0).0, positions, ..]), factor, queries);
+            return;
+        }
+        for row in 0..self.rows {
+            let (head, i) = self.row(row);
+            self.kernels.pack_scaled(q.slice(s![head, i..i + 1, ..]), factor, &mut queries[row * head_dim..]);
+        }
+    }
+
+    /// `[rows][64]`, zeros beyond the keys.
+    fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
+        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
+            let (head, i) = self.row(row);
+            let (visible, beyond) = to.split_at_mut(keys.len());
+            from.copy([self.at.entry, head, self.call.first + i], keys.start, visible);
+            beyond.fill(T::zero());
+        }
+    }
+
+    /// Whether every row sees every key of a full tile.
+    fn sees_all(&self, keys: Range<usize>) -> bool {
+        let (first, last) = self.outer_keys(0..self.rows);
+        keys.len() == KEYS && !self.mask.is_dense() && last.start <= keys.start && first.end >= keys.end
+    }
+
+    /// What the rows see of the keys `keys` of a tile, which starts at a multiple of 64; `None` if it is nothing.
+    fn sight(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
+        let (first, last) = self.outer_keys(rows.clone());
+        let (start, end) = (first.start.max(keys.start), last.end.min(keys.end));
+        if start >= end {
+            return None;
+        }
+        let panels = (start - keys.start) / PANEL..(end - keys.start).div_ceil(PANEL);
+        let all = keys.start + panels.start * PANEL..keys.start + panels.end * PANEL;
+        if !self.mask.is_dense() && last.start <= all.start && first.end >= all.end {
+            return Some(Sight { panels, bits: None });
+        }
+        let mut bits = [0; MAX_ROWS];
+        for (bits, row) in bits.iter_mut().zip(rows.clone()) {
+            let (head, i) = self.row(row);
+            *bits = self.mask.of_head(head).word(self.call.first + i, keys.start / KEYS);
+        }
+        let any = bits.iter().fold(0, |any, bits| any | bits);
+        if any == 0 {
+            return None;
+        }
+        let panels = any.trailing_zeros() as usize / PANEL..KEYS / PANEL - any.leading_zeros() as usize / PANEL;
+        let all = ones(panels.end * PANEL) & !ones(panels.start * PANEL);
+        let partial = bits[..rows.len()].iter().any(|bits| bits & all != all);
+        Some(Sight { panels, bits: partial.then_some(bits) })
+    }
+
+    /// Divides a row that has met all its keys by its sum, the sink's share included.
+    pub(super) fn finish(&self, row: usize, state: &mut State<'_, T>) -> Total<T> {
+        let width = self.size().width();
+        let context = &mut state.context[row * width..][..self.call.dims.value_dim];
+        let maximum = state.maxima[row];
+        let sink = self.call.rules.sink(self.row(row).0);
+        if maximum == T::neg_infinity() {
+            // The row has seen no key; its context is still zero.
+            return Total::Sink(sink.unwrap_or(maximum));
+        }
+        let mut total = sum_of_16(&state.sums[row * PANEL..][..PANEL]);
+        let mut reference = maximum;
+        if let Some(sink) = sink {
+            let sink = in_binary_units(sink);
+            reference = maximum.max(sink);
+            let shrink = (maximum - reference).exp2();
+            total = total * shrink + (sink - reference).exp2();
+            context.iter_mut().for_each(|c| *c *= shrink);
+        }
+        self.kernels.divide(context, total);
+        Total::Keys { reference, total }
+    }
+
+    /// The finished context of a row.
+    pub(super) fn context<'s>(&self, row: usize, state: &'s State<'_, T>) -> &'s [T] {
+        &state.context[row * self.size().width()..][..self.call.dims.value_dim]
+    }
+}
+
+/// What the queries are multiplied by, which must not round them, and what their products are, which must be positive:
+/// hidden scores are -inf and have to stay so.
+fn split_scale<T: Element>(scale: T) -> (T, T) {
+    if scale == T::zero() { (T::zero(), T::one()) } else { (scale.signum(), in_binary_units(scale.abs())) }
+}
+
+/// `x * log2(e)`, rounded once; a finite number stays finite.
+fn in_binary_units<T: Element>(x: T) -> T {
+    let binary = T::from_f64(x.into_f64() * std::f64::consts::LOG2_E);
+    if x.is_finite() { binary.max(T::min_value()).min(T::max_value()) } else { binary }
+}
+
+/// The sum of 16 partial sums, by halves: the order is fixed, and few additions wait for each other.
+fn sum_of_16<T: Element>(sums: &[T]) -> T {
+    let mut sums: [T; PANEL] = std::array::from_fn(|i| sums[i]);
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            sums[i] += sums[i + half];
+        }
+    }
+    sums[0]
+}
+
+/// The `n <= 64` lowest bits.
+fn ones(n: usize) -> u64 {
+    if n == KEYS { u64::MAX } else { (1 << n) - 1 }
+}
