@@ -10,6 +10,7 @@ use crate::attention::{self, Dims, Options, Outputs, Workspace};
 use crate::error::Result;
 use crate::kernels::{Level, Real};
 use crate::linear::{self, Projected};
+use crate::position::{self, Heads, Rope, RopeTable, Turn};
 
 /// The entry points of the heavy code.
 pub(crate) trait Compiled: Real {
@@ -29,6 +30,14 @@ pub(crate) trait Compiled: Real {
 
     /// Projections, together.
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
+
+    /// Turns heads by their positions.
+    fn rotate(
+        rope: &Rope,
+        heads: [Option<Heads<'_, '_, Self>>; 2],
+        turn: Turn,
+        table: &mut RopeTable<Self>,
+    ) -> Result<()>;
 }
 
 macro_rules! compiled {
@@ -53,6 +62,15 @@ macro_rules! compiled {
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {
                 linear::project(Self::kernels(level), projections, scratch);
+            }
+
+            fn rotate(
+                rope: &Rope,
+                heads: [Option<Heads<'_, '_, Self>>; 2],
+                turn: Turn,
+                table: &mut RopeTable<Self>,
+            ) -> Result<()> {
+                position::rotate(rope, heads.into_iter().flatten(), turn, table)
             }
         }
     )*};

@@ -24,6 +24,7 @@
 //! | attention of queries, keys and values, no layer | [`attention::forward`] |
 //! | who may attend to whom | [`Mask`]; [`BoundMask`] draws it |
 //! | which KV head a query head reads | [`HeadMap`] |
+//! | positions | [`Builder::rope`], [`Inputs::offset`] and [`position`] |
 //! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
 //! | what a call costs | [`Config::flops`] and [`inspect`] |
 #![cfg_attr(feature = "safetensors", doc = "| tensors from a file | [`io::Tensors`] |")]
@@ -63,6 +64,7 @@ mod linear;
 mod mask;
 mod mha;
 mod parallel;
+pub mod position;
 
 pub use attention::{Attended, Options, Path, Workspace};
 pub use element::Element;
@@ -72,6 +74,7 @@ pub use kernels::{Level, UnknownLevel};
 pub use mask::{BoundMask, Mask, Visibility};
 pub use mha::{Builder, Config, Init, Inputs, LayerOutput, MultiHeadAttention, Projection, Sequence, Weights};
 pub use ndarray;
+pub use position::{Positions, Rope, RopeScaling, RopeStyle};
 
 /// The snippets of the README are tests.
 #[cfg(all(doctest, feature = "safetensors"))]

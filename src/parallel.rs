@@ -43,6 +43,24 @@ pub(crate) fn try_for_each<I: Send>(items: Vec<I>, flop: f64, f: impl Fn(I) -> R
     items.into_iter().try_for_each(f)
 }
 
+/// Runs `f` over the chunks of `len` numbers that `data` is cut into, with the number of each.
+pub(crate) fn for_each_chunk<T: Send>(
+    data: &mut [T],
+    len: usize,
+    flop: f64,
+    f: impl Fn(usize, &mut [T]) + Send + Sync,
+) {
+    let len = len.max(1);
+    #[cfg(feature = "rayon")]
+    if flop > SMALL_FLOP && data.len() > len {
+        use rayon::prelude::*;
+        data.par_chunks_mut(len).enumerate().for_each(|(index, chunk)| f(index, chunk));
+        return;
+    }
+    let _ = flop;
+    data.chunks_mut(len).enumerate().for_each(|(index, chunk)| f(index, chunk));
+}
+
 /// The views along the first axis, with the lifetime of the array and not of the view.
 pub(crate) fn outer<'a, T, D: RemoveAxis>(
     view: ArrayViewMut<'a, T, D>,

@@ -9,7 +9,7 @@ use common::core::Core;
 use common::layer::Layer;
 use common::{Answer, Call, Keep, PATHS, Precision, Seeded, Way, assert_bits, gives_weights};
 use multihead::ndarray::{Array2, Axis, s};
-use multihead::{Level, Mask, Path, Weights};
+use multihead::{Level, Mask, Path, Rope, RopeStyle, Weights};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// Pools of 1, 2, 3 and 8 threads.
@@ -29,7 +29,8 @@ fn layer() -> Layer {
     let mut draws = Seeded(60);
     let mut w = |inputs: usize, outputs: usize| -> Array2<f64> { draws.array((inputs, outputs)) };
     let weights = Weights::new(w(96, 96), w(96, 96), w(96, 96), w(96, 96));
-    Layer::new(4, weights, Seeded(61).array((3, 130, 96))).mask(Mask::causal())
+    let rope = Rope::new(RopeStyle::HalfSplit, 10_000.0);
+    Layer::new(4, weights, Seeded(61).array((3, 130, 96))).mask(Mask::causal()).rope(rope)
 }
 
 /// Every path in both types; what returns weights, with them too.

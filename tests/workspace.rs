@@ -12,7 +12,9 @@ mod common;
 
 use common::{Keep, Precision, Seeded, Way, assert_bits, typed, widened};
 use multihead::ndarray::{Array2, Array3, Array4, s};
-use multihead::{Element, HeadMap, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Workspace, attention};
+use multihead::{
+    Element, HeadMap, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Rope, RopeStyle, Workspace, attention,
+};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -149,9 +151,10 @@ fn the_core_allocates_nothing_again() {
     }
 }
 
-/// A layer of heads of width 12; three query heads share a KV head, or by a map of its own.
+/// A layer of heads of width 12 that turn; three query heads share a KV head, or by a map of its own.
 fn layer<T: Element>(map: Option<&[usize]>) -> MultiHeadAttention<T> {
-    let builder = MultiHeadAttention::builder(72, HEADS).head_dim(12).bias();
+    let rope = Rope::new(RopeStyle::HalfSplit, 10_000.0).dims(10);
+    let builder = MultiHeadAttention::builder(72, HEADS).head_dim(12).bias().rope(rope);
     match map {
         None => builder.num_kv_heads(2).build().unwrap(),
         Some(map) => builder.kv_of_head(map).build().unwrap(),
@@ -250,7 +253,8 @@ fn the_core_forgets_what_a_workspace_held() {
 fn layer_forgets<T: Element>() {
     let layer = layer::<T>(None);
     // The wide layer's buffers are longer in every direction.
-    let wide = MultiHeadAttention::<T>::builder(144, HEADS).build().unwrap();
+    let rope = Rope::new(RopeStyle::Interleaved, 100.0);
+    let wide = MultiHeadAttention::<T>::builder(144, HEADS).rope(rope).build().unwrap();
     let x: Array3<T> = typed(&Seeded(6).array((BATCH, 77, 72)));
     for way in some_ways() {
         for (mask_name, mask) in masks(77) {

@@ -4,6 +4,7 @@ use super::problem::Dims;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, aligned, reserve};
+use crate::position::RopeTable;
 
 /// Scratch memory of attention; reuse one for calls of any shape.
 ///
@@ -16,7 +17,8 @@ use crate::kernels::{KEYS, MAX_ROWS, PANEL, aligned, reserve};
 ///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
-/// packed weights.
+/// packed weights; with RoPE, `len * dims` numbers for the angles of the positions and `66 * dims` numbers of `f64` that
+/// they are made from.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};
@@ -44,6 +46,8 @@ pub(crate) struct LayerBuffers<T> {
     pub(crate) context: Vec<T>,
     /// Packed weights, for each thread.
     pub(crate) scratch: Vec<Vec<T>>,
+    /// Cosines and sines of the positions.
+    pub(crate) rope: RopeTable<T>,
 }
 
 impl<T: Element> Workspace<T> {

@@ -7,6 +7,7 @@ use super::{Config, Init, MultiHeadAttention, Weights};
 use crate::element::{Element, zeros};
 use crate::error::{Error, Result};
 use crate::heads::HeadMap;
+use crate::position::Rope;
 
 /// One of the four projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,6 +51,7 @@ pub struct Builder<T> {
     sinks: bool,
     scale: Option<f64>,
     softcap: Option<f64>,
+    rope: Option<Rope>,
     seed: u64,
     init: Init,
     element: PhantomData<T>,
@@ -70,6 +72,7 @@ impl<T: Element> Builder<T> {
             sinks: false,
             scale: None,
             softcap: None,
+            rope: None,
             seed: 0,
             init: Init::default(),
             element: PhantomData,
@@ -222,6 +225,22 @@ impl<T: Element> Builder<T> {
         self
     }
 
+    /// Rotary positions: the heads of queries and keys turn by the position of their token. Tokens count from 0 unless
+    /// the call says otherwise, see [`crate::Inputs::offset`].
+    ///
+    /// ```
+    /// use multihead::{MultiHeadAttention, Rope, RopeStyle};
+    /// let rope = Rope::new(RopeStyle::HalfSplit, 10_000.0);
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).rope(rope).build()?;
+    /// assert_eq!(mha.config().rope, Some(rope));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "rotary_emb")]
+    pub fn rope(mut self, rope: Rope) -> Self {
+        self.rope = Some(rope);
+        self
+    }
+
     /// Seed of the initial weights.
     ///
     /// ```
@@ -253,7 +272,7 @@ impl<T: Element> Builder<T> {
     ///
     /// # Errors
     /// [`Error::Value`] for a size of 0, a `d_model` that is no multiple of `num_heads` where no `head_dim` is given,
-    /// a scale or softcap out of range; [`Error::HeadGroups`] or [`Error::KvOfHead`] for heads that do not fit;
+    /// a scale, a softcap or numbers of RoPE out of range; [`Error::HeadGroups`] or [`Error::KvOfHead`] for heads that do not fit;
     /// [`Error::TooLarge`] if the weights do not fit into memory.
     ///
     /// ```
@@ -332,6 +351,9 @@ impl<T: Element> Builder<T> {
         // The same checks as at a call, only earlier.
         let scale = self.scale.map(crate::attention::check_scale::<T>).transpose()?.and(self.scale);
         let softcap = self.softcap.map(crate::attention::check_softcap::<T>).transpose()?.and(self.softcap);
-        Ok(Config { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap })
+        if let Some(rope) = &self.rope {
+            rope.check(head_dim)?;
+        }
+        Ok(Config { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap, rope: self.rope })
     }
 }

@@ -1,4 +1,4 @@
-//! The walk through the layer: project, attend, project back.
+//! The walk through the layer: project, turn by position, attend, project back.
 
 use ndarray::{
     Array, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis, Dimension, Ix2,
@@ -12,6 +12,7 @@ use crate::error::{Error, Result, check_shape};
 use crate::kernels::Level;
 use crate::linear::Projected;
 use crate::mask::Mask;
+use crate::position::{Positions, Turn};
 
 /// An input with or without a batch axis: `[batch, len, width]` or `[len, width]`.
 ///
@@ -69,9 +70,12 @@ impl Sequence for Ix2 {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Inputs<'a, T> {
-    query: ArrayView3<'a, T>,
-    key: ArrayView3<'a, T>,
-    value: ArrayView3<'a, T>,
+    pub(super) query: ArrayView3<'a, T>,
+    pub(super) key: ArrayView3<'a, T>,
+    pub(super) value: ArrayView3<'a, T>,
+    /// Of the queries, and of the keys where they have their own.
+    pub(super) positions: Positions<'a>,
+    pub(super) key_positions: Option<Positions<'a>>,
 }
 
 impl<'a, T: Element> Inputs<'a, T> {
@@ -85,7 +89,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// ```
     pub fn new<D: Sequence>(query: &'a ArrayRef<T, D>) -> Self {
         let query = D::batched(query);
-        Self { query, key: query, value: query }
+        Self { query, key: query, value: query, positions: Positions::default(), key_positions: None }
     }
 
     /// Keys and values from another sequence: `context: [batch, kv_len, k_dim]` or `[kv_len, k_dim]`.
@@ -254,13 +258,14 @@ impl<T: Element> MultiHeadAttention<T> {
     /// Checks all that a call can get wrong, before any work; returns the shape of the output.
     fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
         let config = &self.config;
-        let Inputs { query, key, value } = inputs;
+        let Inputs { query, key, value, .. } = inputs;
         let (batch, q_len, d_model) = query.dim();
         check_shape("query", "[batch, q_len, d_model]", [None, None, Some(config.d_model)], query.shape())?;
         check_shape("key", "[batch, kv_len, k_dim]", [Some(batch), None, Some(config.k_dim)], key.shape())?;
         let kv_len = key.len_of(Axis(1));
         let expected = [Some(batch), Some(kv_len), Some(config.v_dim)];
         check_shape("value", "[batch, kv_len, v_dim]", expected, value.shape())?;
+        inputs.check_places()?;
         T::check_rules(self.dims(batch, q_len, kv_len), &self.options(options))?;
         Ok((batch, q_len, d_model))
     }
@@ -292,7 +297,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let kv_len = inputs.key.len_of(Axis(1));
         let level = options.level.unwrap_or_else(Level::best);
 
-        let LayerBuffers { q, k, v, context, mut scratch } = std::mem::take(&mut workspace.layer);
+        let LayerBuffers { q, k, v, context, mut scratch, mut rope } = std::mem::take(&mut workspace.layer);
         let [mut q, mut k, mut v] = [
             reused("q", "[batch, q_len, num_heads * head_dim]", (batch, q_len, w_q.ncols()), q)?,
             reused("k", "[batch, kv_len, num_kv_heads * head_dim]", (batch, kv_len, w_k.ncols()), k)?,
@@ -306,9 +311,10 @@ impl<T: Element> MultiHeadAttention<T> {
         T::project(level, projections, &mut scratch);
 
         // Heads are split and merged by strides: the heads of a token lie side by side.
-        let q = by_head(q, num_heads, *head_dim)?;
-        let k = by_head(k, num_kv_heads, *head_dim)?;
+        let mut q = by_head(q, num_heads, *head_dim)?;
+        let mut k = by_head(k, num_kv_heads, *head_dim)?;
         let v = by_head(v, num_kv_heads, *value_dim)?;
+        self.turn_heads([q.view_mut(), k.view_mut()], inputs.places(), Turn::There, &mut rope)?;
         let width = num_heads * value_dim;
         let context = reused("context", "[batch, q_len, num_heads * value_dim]", (batch, q_len, width), context)?;
         let mut context = by_head(context, num_heads, *value_dim)?;
@@ -322,7 +328,7 @@ impl<T: Element> MultiHeadAttention<T> {
 
         let memory = |array: Array4<T>| array.into_raw_vec_and_offset().0;
         let context = merged.into_raw_vec_and_offset().0;
-        workspace.layer = LayerBuffers { q: memory(q), k: memory(k), v: memory(v), context, scratch };
+        workspace.layer = LayerBuffers { q: memory(q), k: memory(k), v: memory(v), context, scratch, rope };
         Ok(())
     }
 }

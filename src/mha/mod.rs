@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! Q = query W_Q + b_Q     K = key W_K + b_K     V = value W_V + b_V
+//! Q_h, K_h turned by their positions, if the layer has RoPE
 //! output = concat_h(attention(Q_h, K_kv(h), V_kv(h))) W_O + b_O
 //! ```
 //!
@@ -11,6 +12,7 @@
 mod builder;
 mod forward;
 mod init;
+mod positions;
 mod weights;
 
 pub use builder::{Builder, Projection};
@@ -23,6 +25,7 @@ use ndarray::Array2;
 use crate::element::Element;
 use crate::error::Result;
 use crate::heads::HeadMap;
+use crate::position::Rope;
 
 /// The sizes and rules of a layer, without its weights.
 #[derive(Debug, Clone, PartialEq)]
@@ -50,6 +53,8 @@ pub struct Config {
     pub scale: Option<f64>,
     /// Bound of the scores, see [`crate::Options::softcap`].
     pub softcap: Option<f64>,
+    /// Rotary positions of queries and keys.
+    pub rope: Option<Rope>,
 }
 
 impl Config {

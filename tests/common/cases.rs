@@ -7,7 +7,7 @@
 use multihead::ndarray::{
     Array, Array1, Array3, Array4, ArrayD, Axis, Dimension, Ix1, Ix2, Ix3, Ix4, IxDyn, concatenate,
 };
-use multihead::{HeadMap, Mask, Weights};
+use multihead::{HeadMap, Mask, Rope, RopeStyle, Weights};
 use safetensors::tensor::{Dtype, SafeTensors};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ pub(crate) type Fault = String;
 
 /// What the crate cannot do yet, left out: layers with these config keys set, and answers that begin so.
 /// Whoever brings a part takes it out of here.
-pub(crate) const LEFT_OUT_CONFIG: [&str; 2] = ["rope", "alibi"];
+pub(crate) const LEFT_OUT_CONFIG: [&str; 1] = ["alibi"];
 pub(crate) const LEFT_OUT_ANSWERS: [&str; 1] = ["d_"];
 
 const METADATA: [&str; 5] = ["op", "config", "tolerance", "tolerance_f64", "note"];
@@ -168,6 +168,7 @@ impl Case {
             (Some(key), Some(value)) => Some((key, value)),
             _ => return Err("key and value: expected both or none".to_owned()),
         };
+        let rope = self.rope()?;
         Ok(Layer {
             num_heads: size("num_heads")?,
             num_kv_heads: size("num_kv_heads")?,
@@ -180,7 +181,29 @@ impl Case {
             query,
             key_value,
             mask: self.mask()?,
+            rope: rope.map(|(rope, _)| rope),
+            offsets: rope.map_or([None; 2], |(_, offsets)| offsets),
         })
+    }
+
+    /// The rule, and the positions of query 0 and key 0.
+    fn rope(&self) -> Result<Option<(Rope, [Option<usize>; 2])>, Fault> {
+        let rule = match self.config.get("rope") {
+            None | Some(Value::Null) => return Ok(None),
+            Some(Value::Object(rule)) => rule,
+            Some(other) => return Err(format!("config rope: unknown {other}")),
+        };
+        known("rope key", rule.keys(), &[&["theta", "style", "dims", "offset", "key_offset"]])?;
+        let style = match rule.get("style").and_then(Value::as_str) {
+            Some("half_split") => RopeStyle::HalfSplit,
+            Some("interleaved") => RopeStyle::Interleaved,
+            other => return Err(format!("rope style: unknown {other:?}")),
+        };
+        let theta = rule.get("theta").and_then(Value::as_f64).ok_or("rope theta: expected a number")?;
+        let count = |key: &str| rule.get(key).map(whole).transpose();
+        let rope = Rope::new(style, theta);
+        let rope = count("dims")?.map_or(rope, |dims| rope.dims(dims));
+        Ok(Some((rope, [count("offset")?, count("key_offset")?])))
     }
 
     fn mask(&self) -> Result<Mask, Fault> {

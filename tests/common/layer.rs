@@ -1,7 +1,7 @@
 //! A call of the layer.
 
 use multihead::ndarray::{Array, Array2, Array3, ArrayD, Dimension};
-use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Weights, Workspace};
+use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Rope, Weights, Workspace};
 
 use super::{Answer, Call, Way, typed, widened};
 
@@ -21,6 +21,9 @@ pub(crate) struct Layer {
     /// `[batch, kv_len, k_dim]` and `[batch, kv_len, v_dim]`; `None` is self-attention.
     pub(crate) key_value: Option<(Array3<f64>, Array3<f64>)>,
     pub(crate) mask: Mask,
+    pub(crate) rope: Option<Rope>,
+    /// Positions of query 0 and key 0.
+    pub(crate) offsets: [Option<usize>; 2],
 }
 
 impl Layer {
@@ -39,6 +42,8 @@ impl Layer {
             query,
             key_value: None,
             mask: Mask::none(),
+            rope: None,
+            offsets: [None; 2],
         }
     }
 
@@ -55,6 +60,11 @@ impl Layer {
 
     pub(crate) fn scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
+        self
+    }
+
+    pub(crate) fn rope(mut self, rope: Rope) -> Self {
+        self.rope = Some(rope);
         self
     }
 
@@ -80,6 +90,9 @@ impl Layer {
         if let Some(softcap) = self.softcap {
             builder = builder.softcap(softcap);
         }
+        if let Some(rope) = self.rope {
+            builder = builder.rope(rope);
+        }
         builder.from_weights(Weights {
             w_q: typed(&w.w_q),
             w_k: typed(&w.w_k),
@@ -100,7 +113,13 @@ impl Layer {
         f: impl FnOnce(&MultiHeadAttention<T>, &Inputs<'_, T>, Options<'_, T>) -> Result<R>,
     ) -> Result<R> {
         let query = typed(&self.query);
-        let inputs = Inputs::new(&query);
+        let mut inputs = Inputs::new(&query);
+        if let Some(offset) = self.offsets[0] {
+            inputs = inputs.offset(offset);
+        }
+        if let Some(offset) = self.offsets[1] {
+            inputs = inputs.key_offset(offset);
+        }
         let options = way.choose(Options::new().mask(&self.mask));
         let mha = self.build()?;
         match &self.key_value {

@@ -1,0 +1,18 @@
+//! Where a token stands, and how queries and keys come to know it.
+//!
+//! | file | what it is |
+//! | --- | --- |
+//! | `ids.rs` | [`Positions`]: the positions of the tokens of a call |
+//! | `rope.rs` | [`Rope`]: which columns of a head turn, and how fast |
+//! | `scaling.rs` | [`RopeScaling`]: slower turns for texts longer than those of the training |
+//! | `rotate.rs` | the rotation itself, there and back |
+
+mod ids;
+mod rope;
+mod rotate;
+mod scaling;
+
+pub use ids::Positions;
+pub use rope::{Rope, RopeStyle};
+pub(crate) use rotate::{Heads, RopeTable, Turn, rotate};
+pub use scaling::{Llama3, RopeScaling, Yarn};
