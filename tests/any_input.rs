@@ -10,7 +10,10 @@ use common::layout::LAYOUTS;
 use common::masks::{Rules, rules};
 use common::{Call, Keep, Seeded, property, ways};
 use multihead::ndarray::{Array2, Array4, Axis, s};
-use multihead::{HeadMap, Init, Mask, MultiHeadAttention, Options, Path, Weights, attention};
+use multihead::position::{Llama3, Yarn};
+use multihead::{
+    HeadMap, Init, Mask, MultiHeadAttention, Options, Path, Rope, RopeScaling, RopeStyle, Weights, attention,
+};
 use proptest::prelude::*;
 
 /// Small lengths, mostly alike, so that calls that fit come up too.
@@ -22,6 +25,30 @@ fn length() -> impl Strategy<Value = usize> {
 fn number() -> impl Strategy<Value = f64> {
     const ODD: [f64; 8] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -1.0, f64::MAX, f64::MIN_POSITIVE, 1e300];
     prop_oneof![3 => 0.1..4.0f64, 2 => prop::sample::select(&ODD[..])]
+}
+
+/// Any rule, most of them for heads of width 2.
+fn rope() -> impl Strategy<Value = Rope> {
+    let style = prop_oneof![Just(RopeStyle::HalfSplit), Just(RopeStyle::Interleaved)];
+    let scaling = prop_oneof![
+        number().prop_map(|factor| RopeScaling::Linear { factor }),
+        number().prop_map(|factor| RopeScaling::Ntk { factor }),
+        (number(), number(), number(), length()).prop_map(
+            |(factor, low_freq_factor, high_freq_factor, original_len)| {
+                RopeScaling::Llama3(Llama3 { factor, low_freq_factor, high_freq_factor, original_len })
+            }
+        ),
+        (number(), length(), number(), number()).prop_map(|(factor, original_len, fast, slow)| {
+            RopeScaling::Yarn(Yarn::new(factor, original_len).betas(fast, slow).attention_factor(factor))
+        }),
+    ];
+    (style, number(), prop::option::of(length()), prop::option::of(scaling)).prop_map(
+        |(style, theta, dims, scaling)| {
+            let rope = Rope::new(style, theta);
+            let rope = dims.map_or(rope, |dims| rope.dims(dims));
+            scaling.map_or(rope, |scaling| rope.scaling(scaling))
+        },
+    )
 }
 
 /// Every way must give the same verdict, and an answer has the shapes that it should have.
@@ -84,8 +111,10 @@ fn no_layer_call_panics() {
     let sizes = (length(), length(), length(), length(), prop::option::of(prop::collection::vec(0..=2usize, 0..=3)));
     let sequence = || prop::array::uniform3(length());
     let inputs = (sequence(), prop::option::of((sequence(), sequence())));
-    let cases = (weights, sizes, inputs, prop::array::uniform4(length()).prop_flat_map(rules), number());
-    property(400, cases, |((w_q, w_k, w_v, w_o, vectors), sizes, (query, key_value), rules, scale)| {
+    let offset = || prop_oneof![3 => Just(None), 2 => (0..2_000_000usize).prop_map(Some), 1 => Just(Some(usize::MAX))];
+    let positions = (prop::option::of(rope()), [offset(), offset()]);
+    let cases = (weights, sizes, inputs, prop::array::uniform4(length()).prop_flat_map(rules), number(), positions);
+    property(400, cases, |((w_q, w_k, w_v, w_o, vectors), sizes, (query, key_value), rules, scale, positions)| {
         let (num_heads, num_kv_heads, head_dim, value_dim, kv_of_head) = sizes;
         let mut draws = Seeded(7);
         let [b_q, b_k, b_v, b_o, sinks] = vectors.map(|n| n.map(|n| draws.array(n)));
@@ -111,6 +140,8 @@ fn no_layer_call_panics() {
             query: draws.array(query),
             key_value: key_value.map(|(key, value)| (draws.array(key), draws.array(value))),
             mask: rules.mask(),
+            rope: positions.0,
+            offsets: positions.1,
         };
         let kv_len = key_value.map_or(query[1], |(key, _)| key[1]);
         agree_on(&layer, &query, [query[0], num_heads, query[1], kv_len]);
@@ -147,6 +178,8 @@ fn no_layer_that_fits_is_refused() {
             query: draws.array((2, len, 5)),
             key_value: Some((draws.array((2, 4, 3)), draws.array((2, 4, 2)))),
             mask: Rules(Vec::new()).mask(),
+            rope: (head_dim > 1).then(|| Rope::new(RopeStyle::HalfSplit, 100.0).dims(2)),
+            offsets: [Some(5), None],
         };
         layer.everywhere(|run| assert_eq!(run.answer.out.shape(), [2, len, 5]));
     });

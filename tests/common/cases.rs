@@ -168,7 +168,6 @@ impl Case {
             (Some(key), Some(value)) => Some((key, value)),
             _ => return Err("key and value: expected both or none".to_owned()),
         };
-        let rope = self.rope()?;
         Ok(Layer {
             num_heads: size("num_heads")?,
             num_kv_heads: size("num_kv_heads")?,
@@ -181,29 +180,40 @@ impl Case {
             query,
             key_value,
             mask: self.mask()?,
-            rope: rope.map(|(rope, _)| rope),
-            offsets: rope.map_or([None; 2], |(_, offsets)| offsets),
+            rope: self.rope()?,
+            offsets: self.offsets()?,
         })
     }
 
-    /// The rule, and the positions of query 0 and key 0.
-    fn rope(&self) -> Result<Option<(Rope, [Option<usize>; 2])>, Fault> {
-        let rule = match self.config.get("rope") {
-            None | Some(Value::Null) => return Ok(None),
-            Some(Value::Object(rule)) => rule,
-            Some(other) => return Err(format!("config rope: unknown {other}")),
-        };
-        known("rope key", rule.keys(), &[&["theta", "style", "dims", "offset", "key_offset"]])?;
+    fn rope_config(&self) -> Result<Option<&Map<String, Value>>, Fault> {
+        match self.config.get("rope") {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Object(rule)) => {
+                known("rope key", rule.keys(), &[&["theta", "style", "dims", "offset", "key_offset"]])?;
+                Ok(Some(rule))
+            }
+            Some(other) => Err(format!("config rope: unknown {other}")),
+        }
+    }
+
+    fn rope(&self) -> Result<Option<Rope>, Fault> {
+        let Some(rule) = self.rope_config()? else { return Ok(None) };
         let style = match rule.get("style").and_then(Value::as_str) {
             Some("half_split") => RopeStyle::HalfSplit,
             Some("interleaved") => RopeStyle::Interleaved,
             other => return Err(format!("rope style: unknown {other:?}")),
         };
         let theta = rule.get("theta").and_then(Value::as_f64).ok_or("rope theta: expected a number")?;
-        let count = |key: &str| rule.get(key).map(whole).transpose();
         let rope = Rope::new(style, theta);
-        let rope = count("dims")?.map_or(rope, |dims| rope.dims(dims));
-        Ok(Some((rope, [count("offset")?, count("key_offset")?])))
+        let dims = rule.get("dims").map(whole).transpose()?;
+        Ok(Some(dims.map_or(rope, |dims| rope.dims(dims))))
+    }
+
+    /// The positions of query 0 and key 0.
+    fn offsets(&self) -> Result<[Option<usize>; 2], Fault> {
+        let rule = self.rope_config()?;
+        let offset = |key: &str| rule.and_then(|rule| rule.get(key)).map(whole).transpose();
+        Ok([offset("offset")?, offset("key_offset")?])
     }
 
     fn mask(&self) -> Result<Mask, Fault> {
