@@ -6,7 +6,7 @@
 
 use ndarray::ArrayRef4;
 
-use crate::attention::{self, Dims, Options, Outputs, Workspace};
+use crate::attention::{self, Dims, GradientsMut, Options, Outputs, Saved, Workspace};
 use crate::error::Result;
 use crate::kernels::{Level, Real};
 use crate::linear::{self, Projected};
@@ -25,6 +25,18 @@ pub(crate) trait Compiled: Real {
         qkv: [&ArrayRef4<Self>; 3],
         options: &Options<'_, Self>,
         outputs: Outputs<'_, Self>,
+        workspace: &mut Workspace<Self>,
+    ) -> Result<()>;
+
+    /// Checks all arguments of backward but the gradients; returns the call's lengths.
+    fn check_saved(saved: &Saved<'_, Self>, options: &Options<'_, Self>) -> Result<Dims>;
+
+    /// The gradients of attention into arrays whose shapes are those of the call.
+    fn differentiate(
+        saved: &Saved<'_, Self>,
+        d_context: &ArrayRef4<Self>,
+        options: &Options<'_, Self>,
+        gradients: GradientsMut<'_, Self>,
         workspace: &mut Workspace<Self>,
     ) -> Result<()>;
 
@@ -58,6 +70,20 @@ macro_rules! compiled {
                 workspace: &mut Workspace<Self>,
             ) -> Result<()> {
                 attention::attend(qkv, options, outputs, workspace)
+            }
+
+            fn check_saved(saved: &Saved<'_, Self>, options: &Options<'_, Self>) -> Result<Dims> {
+                attention::check_saved(saved, options)
+            }
+
+            fn differentiate(
+                saved: &Saved<'_, Self>,
+                d_context: &ArrayRef4<Self>,
+                options: &Options<'_, Self>,
+                gradients: GradientsMut<'_, Self>,
+                workspace: &mut Workspace<Self>,
+            ) -> Result<()> {
+                attention::differentiate(saved, d_context, options, gradients, workspace)
             }
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {

@@ -66,7 +66,7 @@ mod mha;
 mod parallel;
 pub mod position;
 
-pub use attention::{Attended, Options, Path, Workspace};
+pub use attention::{Attended, Gradients, Options, Path, Saved, Workspace};
 pub use element::Element;
 pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;

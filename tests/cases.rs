@@ -6,9 +6,11 @@
 mod common;
 
 use common::cases::{Case, Fault, Op, Want};
-use common::{Answer, Call, PATHS, Precision, ways};
-use multihead::ndarray::{ArrayD, Dimension};
-use std::collections::HashSet;
+use common::core::Core;
+use common::gradients::gradient_ways;
+use common::{Answer, Call, PATHS, Precision, Way, ways};
+use multihead::ndarray::{Array4, ArrayD, Dimension};
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
 
@@ -30,9 +32,18 @@ impl Tally {
             return Ok(());
         }
         let before = self.answers;
+        let wants: Vec<&Want> = case.wants.iter().filter(|want| !want.is_left_out(case.op)).collect();
+        let (gradients, outputs): (Vec<&Want>, Vec<&Want>) = wants.into_iter().partition(|want| want.is_gradient());
         match case.op {
-            Op::Attention => self.call(name, &case.core()?, &case.wants)?,
-            Op::Layer => self.call(name, &case.layer()?, &case.wants)?,
+            Op::Attention => {
+                self.call(name, &case.core()?, &outputs)?;
+                match case.d_out()? {
+                    Some(d_out) => self.gradients(name, &case.core()?, &d_out, &gradients)?,
+                    None if gradients.is_empty() => {}
+                    None => return Err("gradients without d_out".to_owned()),
+                }
+            }
+            Op::Layer => self.call(name, &case.layer()?, &outputs)?,
         }
         if self.answers == before {
             return Err("no answer to compare".to_owned());
@@ -41,23 +52,42 @@ impl Tally {
         Ok(())
     }
 
-    fn call(&mut self, file: &str, call: &impl Call, wants: &[Want]) -> Result<(), Fault> {
+    fn call(&mut self, file: &str, call: &impl Call, wants: &[&Want]) -> Result<(), Fault> {
         let mut compared = HashSet::new();
         for way in ways() {
             let answer = call.answer(way).map_err(|e| format!("{way}: {e}"))?;
-            for want in wants.iter().filter(|want| !want.is_left_out()) {
+            for want in wants {
                 let Some(got) = named(&answer, &want.name)? else { continue };
-                let what = format!("{file}:{}", want.name);
-                match ratio(&got, want, way.precision) {
-                    Ok(ratio) if ratio > self.worst.0 || self.worst.1.is_empty() => self.worst = (ratio, what),
-                    Ok(_) => {}
-                    Err(fault) => self.faults.push(format!("{what} {way}: {fault}")),
-                }
+                self.compare(file, way, want, &got);
                 compared.insert((&want.name, way.path, way.precision));
             }
         }
         self.answers += compared.len();
         Ok(())
+    }
+
+    fn gradients(&mut self, file: &str, core: &Core, d_out: &Array4<f64>, wants: &[&Want]) -> Result<(), Fault> {
+        let mut compared = HashSet::new();
+        for way in gradient_ways() {
+            let gradients = core.gradients(way, d_out).map_err(|e| format!("{way}: {e}"))?;
+            let gradients: HashMap<_, _> = common::gradients::named(&gradients).into_iter().collect();
+            for want in wants {
+                let got = gradients.get(want.name.as_str()).ok_or(format!("nothing returns {}", want.name))?;
+                self.compare(file, way, want, got);
+                compared.insert((&want.name, way.path, way.precision));
+            }
+        }
+        self.answers += compared.len();
+        Ok(())
+    }
+
+    fn compare(&mut self, file: &str, way: Way, want: &Want, got: &ArrayD<f64>) {
+        let what = format!("{file}:{}", want.name);
+        match ratio(got, want, way.precision) {
+            Ok(ratio) if ratio > self.worst.0 || self.worst.1.is_empty() => self.worst = (ratio, what),
+            Ok(_) => {}
+            Err(fault) => self.faults.push(format!("{what} {way}: {fault}")),
+        }
     }
 }
 
@@ -152,7 +182,6 @@ mod runner {
 
     use super::*;
     use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
-    use std::collections::HashMap;
 
     /// `plain.safetensors` with some metadata replaced and one tensor of three bytes added.
     fn altered(metadata: &[(&str, &str)], tensor: Option<&str>) -> Vec<u8> {

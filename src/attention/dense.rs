@@ -1,4 +1,4 @@
-//! Attention by products: `S = Q K^T`, row softmax, `C = P V`.
+//! Attention by products: `S = Q K^T`, row softmax, dropout, `C = P V`.
 //!
 //! A work item is one batch entry, one KV head and a block of query rows; the group's query heads share it. Items run
 //! in parallel, products inside an item do not (matrixmultiply, single-threaded). Each row is computed by one item, in
@@ -118,6 +118,9 @@ fn block<T: Element>(
     }
     if let Some(weights) = &mut part.weights {
         weights.assign(&scores);
+    }
+    if let Some(dropout) = &head.dropout {
+        scores.indexed_iter_mut().for_each(|((r, j), weight)| *weight *= dropout.factor(first_row + r, j));
     }
     if head.v.iter().all(|v| v.is_finite()) {
         general_mat_mul(T::one(), &scores, &head.v, T::zero(), &mut part.context);

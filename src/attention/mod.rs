@@ -8,7 +8,7 @@
 //! s[i, j] = s[i, j] + bias[i, j]                    (-inf hides the pair)
 //! lse[i]  = ln(sum_j exp(s[i, j]) + exp(sink))
 //! w[i, j] = exp(s[i, j] - lse[i])
-//! context[i] = sum_j w[i, j] v[j]
+//! context[i] = sum_j z[i, j] w[i, j] v[j]           (z = 1 without dropout)
 //! ```
 //!
 //! (Vaswani et al. 2017, <https://arxiv.org/abs/1706.03762>, with the soft cap of Gemma 2 and the sinks of gpt-oss.)
@@ -20,18 +20,25 @@
 //! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
 //! | [`Path::Tiled`] | `forward.rs`, `walk.rs` | tiles of keys with online softmax, no scores in memory |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
+//!
+//! [`backward`] gives the gradients: see `gradients.rs` for the formulas, `reference_backward.rs` for the plain loops.
 
 mod bias;
 mod dense;
+mod dropout;
 mod forward;
+mod gradients;
 mod options;
 mod problem;
 mod reference;
+mod reference_backward;
 mod schedule;
 mod source;
 mod walk;
 mod workspace;
 
+pub use gradients::{Gradients, Saved, backward, backward_into};
+pub(crate) use gradients::{GradientsMut, check_saved, differentiate};
 pub use options::{Options, Path};
 pub(crate) use workspace::LayerBuffers;
 pub use workspace::Workspace;

@@ -40,10 +40,13 @@ pub struct Options<'a, T> {
     pub(crate) heads: Option<&'a HeadMap>,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
+    /// Rate and seed.
+    pub(crate) dropout: Option<(f64, u64)>,
     pub(crate) path: Path,
     pub(crate) level: Option<Level>,
     pub(crate) query_tile: Option<usize>,
     keep_weights: bool,
+    bias_gradient: bool,
 }
 
 impl<T> Default for Options<'_, T> {
@@ -55,10 +58,12 @@ impl<T> Default for Options<'_, T> {
             heads: None,
             scale: None,
             softcap: None,
+            dropout: None,
             path: Path::Auto,
             level: None,
             query_tile: None,
             keep_weights: false,
+            bias_gradient: false,
         }
     }
 }
@@ -173,6 +178,46 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
+    /// Drops each weight with probability `rate` after the softmax and multiplies the others by `1 / (1 - rate)`. For
+    /// training: a call that does not ask for it drops nothing.
+    ///
+    /// The same `seed` drops the same pairs, so backward needs the one of its forward call, and the next step another
+    /// one. What is dropped depends on the seed, the batch entry, the query head, the query and the key, and on nothing
+    /// else. Returned weights and lse are those before dropout. `rate` is in 0..=1: 0 is exactly no dropout, 1 gives
+    /// zeros.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::Array4, Options};
+    /// let x = Array4::<f32>::ones((1, 2, 50, 8));
+    /// let half = |seed| attention::forward(&x, &x, &x, &Options::new().dropout(0.5, seed));
+    /// let context = half(1)?.context;
+    /// assert!((0.8..1.2).contains(&context.mean().unwrap()) && context != x);
+    /// assert_eq!(half(1)?.context, context);
+    /// assert_ne!(half(2)?.context, context);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "dropout_p")]
+    #[doc(alias = "attn_dropout")]
+    pub fn dropout(mut self, rate: f64, seed: u64) -> Self {
+        self.dropout = Some((rate, seed));
+        self
+    }
+
+    /// Asks backward for the gradient of the bias too; forward does not look at it. See
+    /// [`Gradients::d_bias`](crate::Gradients::d_bias).
+    ///
+    /// ```
+    /// # use multihead::Options;
+    /// # let bias = multihead::ndarray::Array2::<f32>::zeros((3, 3));
+    /// let options = Options::new().bias(&bias)?.bias_gradient();
+    /// # let _ = options;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn bias_gradient(mut self) -> Self {
+        self.bias_gradient = true;
+        self
+    }
+
     /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head.
     ///
     /// ```
@@ -235,10 +280,12 @@ impl<'a, T: Element> Options<'a, T> {
             heads: Some(&config.heads),
             scale: config.scale,
             softcap: config.softcap,
+            dropout: self.dropout,
             path: self.path,
             level: self.level,
             query_tile: self.query_tile,
             keep_weights: self.keep_weights,
+            bias_gradient: self.bias_gradient,
         }
     }
 
@@ -253,6 +300,10 @@ impl<'a, T: Element> Options<'a, T> {
             (Path::Auto, false) => Ok(Path::Tiled),
             (path, _) => Ok(path),
         }
+    }
+
+    pub(crate) fn wants_bias_gradient(&self) -> bool {
+        self.bias_gradient
     }
 
     pub(crate) fn keeps_weights(&self) -> bool {

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 
 use super::Options;
 use super::bias::Bias;
+use super::dropout::{Dropout, HeadDropout};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
@@ -41,6 +42,7 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) heads: Cow<'a, HeadMap>,
     pub(crate) scale: T,
     pub(crate) softcap: Option<T>,
+    pub(crate) dropout: Option<Dropout<T>>,
     pub(crate) level: Level,
     mask: BoundMask<'a>,
     pub(crate) bias: Option<Bias<'a, T>>,
@@ -65,6 +67,7 @@ impl<'a, T: Element> Rules<'a, T> {
                 None => T::from_f64((dims.head_dim.max(1) as f64).sqrt().recip()),
             },
             softcap: options.softcap.map(check_softcap).transpose()?,
+            dropout: options.dropout.map_or(Ok(None), |(rate, seed)| Dropout::new(rate, seed))?,
             level: options.level.map_or_else(|| Ok(Level::best()), check_level)?,
             mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
             bias: options.bias.as_ref().map(|bias| Bias::new(bias.view(), dims.scores())).transpose()?,
@@ -128,6 +131,7 @@ impl<'a, T: Element> Problem<'a, T> {
             bias: self.rules.bias,
             at: [entry, head],
             sink: self.rules.sink(head),
+            dropout: self.rules.dropout.map(|dropout| dropout.head(entry, head)),
         }
     }
 }
@@ -146,6 +150,7 @@ pub(crate) struct Head<'a, T> {
     /// Batch entry and query head.
     at: [usize; 2],
     pub(crate) sink: Option<T>,
+    pub(crate) dropout: Option<HeadDropout<T>>,
 }
 
 impl<T: Element> Head<'_, T> {

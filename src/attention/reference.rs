@@ -5,7 +5,7 @@
 //! 1. scores: `s[j] = scale * q . k[j]`, soft cap, bias
 //! 2. maximum: `m = max_j s[j]`, so that no exponential overflows
 //! 3. sum: `total = sum_j exp(s[j] - m)`, the sink's share included; `lse = m + ln(total)`
-//! 4. context: `sum_j (exp(s[j] - m) / total) * v[j]`
+//! 4. context: `sum_j (exp(s[j] - m) / total) * v[j]`, some of the weights dropped
 //!
 //! Hidden pairs are passed over, so nothing that they hold is ever read. Memory: one row of scores.
 
@@ -80,6 +80,7 @@ fn query<T: Element>(
         if let Some(weights) = &mut weights {
             weights[j] = weight;
         }
+        let weight = head.dropout.map_or(weight, |dropout| weight * dropout.factor(i, j));
         for (c, &v) in context.iter_mut().zip(head.v.row(j)) {
             *c += weight * v;
         }
@@ -91,6 +92,6 @@ fn query<T: Element>(
     maximum + total.ln()
 }
 
-fn dot<T: Element>(a: ArrayView1<'_, T>, b: ArrayView1<'_, T>) -> T {
+pub(super) fn dot<T: Element>(a: ArrayView1<'_, T>, b: ArrayView1<'_, T>) -> T {
     a.iter().zip(b).fold(T::zero(), |sum, (&x, &y)| sum + x * y)
 }

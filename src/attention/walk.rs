@@ -5,7 +5,8 @@
 //! for each tile of 64 keys that the rows can see:
 //!     keys, values <- packed K, V                                      once for all rows of the item
 //!     for each group of 6 rows that can see the tile:
-//!         p <- |scale| * log2(e) * q keys^T; softcap, bias, mask; online softmax; context <- context + p values
+//!         p <- |scale| * log2(e) * q keys^T; softcap, bias, mask; online softmax; dropout
+//!         context <- context + p values
 //! context <- context / sum; lse <- ln 2 * (m + log2 sum)
 //! ```
 //!
@@ -15,11 +16,12 @@
 use std::ops::Range;
 
 use super::bias::Bias;
+use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::source::{Packed, Source};
 use super::workspace::ItemSize;
 use crate::element::Element;
-use crate::kernels::{Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Scoring};
+use crate::kernels::{Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, RowKey, Scoring};
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
 
@@ -91,6 +93,8 @@ pub(super) struct Room<'s, T> {
     pub(super) scores: &'s mut [T],
     /// `[6][64]`, if there is a bias.
     pub(super) bias: &'s mut [T],
+    /// `[rows]`, if there is dropout.
+    pub(super) row_keys: &'s mut Vec<RowKey>,
 }
 
 /// The walk of one item.
@@ -131,7 +135,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// What the walk needs room for.
     pub(super) fn size(&self) -> ItemSize {
-        ItemSize { rows: self.rows, dims: self.call.dims, biased: self.call.rules.bias.is_some() }
+        let Rules { bias, dropout, .. } = self.call.rules;
+        ItemSize { rows: self.rows, dims: self.call.dims, biased: bias.is_some(), drops: dropout.is_some() }
     }
 
     /// The query head and the position of a row: positions ascend, so that a group of rows spans few of them.
@@ -165,8 +170,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
         let Call { dims, rules, .. } = self.call;
         let width = self.size().width();
-        let Room { queries, keys, values, scores, bias } = room;
+        let Room { queries, keys, values, scores, bias, row_keys } = room;
         self.pack_queries(queries);
+        if let Some(dropout) = &rules.dropout {
+            self.fill_row_keys(dropout, row_keys);
+        }
         let factor = split_scale(rules.scale).1;
         for tile in tiles {
             let range = tile * KEYS..dims.kv_len.min((tile + 1) * KEYS);
@@ -202,6 +210,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                     bias: rules.bias.is_some().then_some(&*bias),
                     softcap: rules.softcap,
                     factor,
+                    dropout: rules.dropout.as_ref().map(|dropout| Dropped {
+                        keys: &row_keys[rows.clone()],
+                        first: range.start,
+                        drops: dropout.drops,
+                    }),
                 };
                 self.kernels.attend(&mut group, &tile, &scoring);
             }
@@ -232,6 +245,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             from.copy([self.at.entry, head, self.call.first + i], keys.start, visible);
             beyond.fill(T::zero());
         }
+    }
+
+    /// `[rows]`, the keys of the generator.
+    fn fill_row_keys(&self, dropout: &Dropout<T>, to: &mut Vec<RowKey>) {
+        let rows = (0..self.rows).map(|row| self.row(row));
+        to.clear();
+        to.extend(rows.map(|(head, i)| dropout.head(self.at.entry, head).row(self.call.first + i)));
     }
 
     /// Whether every row sees every key of a full tile.

@@ -3,7 +3,7 @@
 use super::problem::Dims;
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::kernels::{KEYS, MAX_ROWS, PANEL, aligned, reserve};
+use crate::kernels::{KEYS, MAX_ROWS, PANEL, RowKey, aligned, reserve};
 use crate::position::RopeTable;
 
 /// Scratch memory of attention; reuse one for calls of any shape.
@@ -74,11 +74,13 @@ impl<T: Element> Workspace<T> {
 #[derive(Debug)]
 pub(super) struct Scratch<T> {
     buffers: [Vec<T>; 8],
+    /// For the dropout, one for each row.
+    row_keys: Vec<RowKey>,
 }
 
 impl<T> Default for Scratch<T> {
     fn default() -> Self {
-        Self { buffers: Default::default() }
+        Self { buffers: Default::default(), row_keys: Vec::new() }
     }
 }
 
@@ -88,6 +90,7 @@ pub(super) struct ItemSize {
     pub(super) rows: usize,
     pub(super) dims: Dims,
     pub(super) biased: bool,
+    pub(super) drops: bool,
 }
 
 impl ItemSize {
@@ -98,7 +101,7 @@ impl ItemSize {
 
     /// Queries, context, maxima, sums, keys, values, scores, bias; see `forward.rs` for what is in them.
     fn lengths(&self) -> [usize; 8] {
-        let Self { rows, dims: Dims { head_dim, .. }, biased } = *self;
+        let Self { rows, dims: Dims { head_dim, .. }, biased, .. } = *self;
         let (width, tile) = (self.width(), MAX_ROWS * KEYS);
         [
             rows.saturating_mul(head_dim),
@@ -122,13 +125,16 @@ impl<T: Element> Scratch<T> {
         let ItemSize { rows, dims: Dims { head_dim, value_dim, .. }, .. } = *size;
         let axes = "[rows, head_dim, value_dim]";
         let too_large = || Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] };
+        let row_keys = if size.drops { rows } else { 0 };
+        self.row_keys.clear();
+        self.row_keys.try_reserve_exact(row_keys).map_err(|_| too_large())?;
         let mut buffers = self.buffers.iter_mut().zip(size.lengths());
         buffers.try_for_each(|(buffer, n)| reserve(buffer, n)).ok_or_else(too_large)
     }
 
-    /// The buffers of [`ItemSize::lengths`], with whatever they hold.
-    pub(super) fn buffers(&mut self, size: &ItemSize) -> [&mut [T]; 8] {
+    /// The buffers of [`ItemSize::lengths`], with whatever they hold, and room for the key of each row.
+    pub(super) fn parts(&mut self, size: &ItemSize) -> ([&mut [T]; 8], &mut Vec<RowKey>) {
         let mut lengths = size.lengths().into_iter();
-        self.buffers.each_mut().map(|buffer| aligned(buffer, lengths.next().unwrap_or(0)))
+        (self.buffers.each_mut().map(|buffer| aligned(buffer, lengths.next().unwrap_or(0))), &mut self.row_keys)
     }
 }

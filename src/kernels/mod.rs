@@ -17,6 +17,7 @@
 //! | `table.rs` | the kernels of a level, compiled with its instructions |
 //! | `step.rs` | one group of queries meets one tile of keys: scores, softmax, values |
 //! | `divide.rs` | the last step of a softmax row |
+//! | `dropout.rs` | which pairs dropout keeps |
 //! | `peak.rs` | what the CPU can do at best |
 //! | `scratch.rs` | working memory that begins at a cache line |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
@@ -31,6 +32,7 @@ mod blocks;
 mod deal;
 mod divide;
 mod dots;
+mod dropout;
 mod exp;
 mod gemm;
 mod level;
@@ -55,6 +57,7 @@ mod avx512;
 
 pub(crate) use blocks::Blocks;
 pub(crate) use deal::{Block, Deal};
+pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;

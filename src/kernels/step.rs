@@ -9,6 +9,7 @@
 //! After the last tile, `o / Σ l` is the context and `ln 2 · (m + log2 Σ l)` the log-sum-exp of a row.
 //! The scheme is FlashAttention's (Dao et al., 2022) with tiles for registers and the first-level cache.
 
+use super::dropout::{Dropped, Into};
 use super::real::Real;
 use super::softmax::{Softmax, key_bits};
 use super::table::Kernels;
@@ -73,6 +74,8 @@ pub(crate) struct Scoring<'a, T> {
     /// `|scale| · log2(e)`: products of queries and keys to scores in binary units. Applied to the product and not to the
     /// queries, whose roundings would add up.
     pub(crate) factor: T,
+    /// Of each row, after the softmax.
+    pub(crate) dropout: Option<Dropped<'a, T>>,
 }
 
 impl<T> KeyTile<'_, T> {
@@ -92,12 +95,15 @@ impl<T> KeyTile<'_, T> {
 pub(crate) type Visible = [u64; MAX_ROWS];
 
 impl<T: Real> Kernels<T> {
-    /// Scores, softmax and values of one group against one tile.
+    /// Scores, softmax, dropout and values of one group against one tile.
     ///
     /// Keys that do not exist (the tile's last panel may be padded) must be hidden by `visible`.
     pub(crate) fn attend(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, scoring: &Scoring<'_, T>) {
         self.scores(group, tile);
         let visible = self.softmax(group, tile, scoring);
+        if let Some(dropped) = &scoring.dropout {
+            self.dropout(dropped, group.p, Into::Multiply);
+        }
         self.values(group, tile, visible.as_ref());
     }
 
@@ -332,6 +338,7 @@ mod tests {
                     bias: self.bias.is_some().then_some(&bias[..]),
                     softcap: self.softcap,
                     factor: T::one(),
+                    dropout: None,
                 };
                 kernels.attend(&mut group, &tile, &scoring);
             }
@@ -556,7 +563,9 @@ mod tests {
             };
             let values = &numbers.vec(KEYS * PANEL);
             let tile = KeyTile { keys: &keys, values, width: PANEL, finite: Finite::All, panels: 1..3 };
-            kernels.attend(&mut group, &tile, &Scoring { visible: None, bias: None, softcap: None, factor: T::one() });
+            let factor = T::one();
+            let scoring = Scoring { visible: None, bias: None, softcap: None, factor, dropout: None };
+            kernels.attend(&mut group, &tile, &scoring);
             for ((_, panel, _), x) in p.indexed_iter() {
                 assert_eq!(x.is_nan(), !(1..3).contains(&panel));
             }

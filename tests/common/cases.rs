@@ -18,10 +18,10 @@ use super::layer::Layer;
 /// Why a case cannot be used.
 pub(crate) type Fault = String;
 
-/// What the crate cannot do yet, left out: layers with these config keys set, and answers that begin so.
+/// What the crate cannot do yet, left out: layers with these config keys set, and answers of an op that begin so.
 /// Whoever brings a part takes it out of here.
 pub(crate) const LEFT_OUT_CONFIG: [&str; 1] = ["alibi"];
-pub(crate) const LEFT_OUT_ANSWERS: [&str; 1] = ["d_"];
+pub(crate) const LEFT_OUT_ANSWERS: [(Op, &str); 1] = [(Op::Layer, "d_")];
 
 const METADATA: [&str; 5] = ["op", "config", "tolerance", "tolerance_f64", "note"];
 const CONFIG: [&str; 5] = ["causal", "window", "scale", "softcap", "kv_of_head"];
@@ -50,8 +50,13 @@ pub(crate) struct Want {
 }
 
 impl Want {
-    pub(crate) fn is_left_out(&self) -> bool {
-        LEFT_OUT_ANSWERS.iter().any(|prefix| self.name.starts_with(prefix))
+    pub(crate) fn is_left_out(&self, op: Op) -> bool {
+        LEFT_OUT_ANSWERS.iter().any(|&(of, prefix)| of == op && self.name.starts_with(prefix))
+    }
+
+    /// Whether it is a gradient.
+    pub(crate) fn is_gradient(&self) -> bool {
+        self.name.starts_with("d_")
     }
 }
 
@@ -113,6 +118,11 @@ impl Case {
         LEFT_OUT_CONFIG
             .into_iter()
             .find(|key| !matches!(self.config.get(*key), None | Some(Value::Null | Value::Bool(false))))
+    }
+
+    /// The gradient of the context or output, where gradients are expected.
+    pub(crate) fn d_out<D: Dimension>(&self) -> Result<Option<Array<f64, D>>, Fault> {
+        self.input("d_out")
     }
 
     /// The call of a case of [`Op::Attention`]. What a cache would hold stands before the new keys and values.

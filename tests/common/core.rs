@@ -21,6 +21,8 @@ pub(crate) struct Core {
     pub(crate) heads: Option<HeadMap>,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
+    /// Rate and seed.
+    pub(crate) dropout: Option<(f64, u64)>,
     /// Of q, k, v and of the array that `forward_into` fills.
     pub(crate) layouts: [Layout; 4],
 }
@@ -37,6 +39,7 @@ impl Core {
             heads: None,
             scale: None,
             softcap: None,
+            dropout: None,
             layouts: [Layout::Standard; 4],
         }
     }
@@ -89,13 +92,22 @@ impl Core {
         self
     }
 
+    pub(crate) fn dropout(mut self, rate: f64, seed: u64) -> Self {
+        self.dropout = Some((rate, seed));
+        self
+    }
+
     pub(crate) fn layouts(mut self, layouts: [Layout; 4]) -> Self {
         self.layouts = layouts;
         self
     }
 
     /// Builds the arguments and hands them to `f`.
-    fn with<T: Element, R>(&self, way: Way, f: impl FnOnce([Array4<T>; 3], Options<'_, T>) -> Result<R>) -> Result<R> {
+    pub(super) fn with<T: Element, R>(
+        &self,
+        way: Way,
+        f: impl FnOnce([Array4<T>; 3], Options<'_, T>) -> Result<R>,
+    ) -> Result<R> {
         let stored = [self.layouts[0].store(&self.q), self.layouts[1].store(&self.k), self.layouts[2].store(&self.v)];
         let bias = self.bias.as_ref().map(|bias| typed(bias));
         let sinks = self.sinks.as_ref().map(|sinks| typed(sinks));
@@ -114,6 +126,9 @@ impl Core {
         }
         if let Some(softcap) = self.softcap {
             options = options.softcap(softcap);
+        }
+        if let Some((rate, seed)) = self.dropout {
+            options = options.dropout(rate, seed);
         }
         f(stored, options)
     }

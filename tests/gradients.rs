@@ -1,0 +1,125 @@
+//! The gradients of the core: the plain loops against central differences in `f64`, for every parameter under every
+//! combination of options, and every other way of computing them against the plain loops.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::core::Core;
+use common::gradients::named;
+use common::{Call, Keep, Precision, Seeded, Way};
+use multihead::ndarray::{Array1, Array2, Array4, ArrayD};
+use multihead::{HeadMap, Mask, Path};
+
+const ORACLE: Way = Way::new(Precision::F64, Path::Reference, Keep::Nothing);
+
+/// `loss = sum(d_context * context)`
+fn loss(core: &Core, d_context: &Array4<f64>) -> f64 {
+    let out = core.answer(ORACLE).unwrap().out;
+    out.iter().zip(d_context).map(|(x, y)| x * y).sum()
+}
+
+/// The parameters by the names of their gradients.
+fn parameter<'a>(core: &'a mut Core, name: &str) -> Vec<&'a mut f64> {
+    match name {
+        "d_q" => core.q.iter_mut().collect(),
+        "d_k" => core.k.iter_mut().collect(),
+        "d_v" => core.v.iter_mut().collect(),
+        "d_bias" => core.bias.iter_mut().flatten().collect(),
+        "d_sinks" => core.sinks.iter_mut().flatten().collect(),
+        other => panic!("{other} is no gradient"),
+    }
+}
+
+/// Moves each number of each parameter up and down and compares the slope of the loss with the gradient.
+#[track_caller]
+fn check_slopes(what: &str, core: &Core, d_context: &Array4<f64>) {
+    const STEP: f64 = 1e-5;
+    for (name, gradient) in named(&core.right_gradients(d_context)) {
+        for (index, &gradient) in gradient.iter().enumerate() {
+            let moved = |step: f64| {
+                let mut core = core.clone();
+                *parameter(&mut core, name)[index] += step;
+                loss(&core, d_context)
+            };
+            if parameter(&mut core.clone(), name)[index].is_infinite() {
+                assert_eq!(gradient, 0.0, "{what}: {name}[{index}] belongs to a hidden pair");
+                continue;
+            }
+            let slope = (moved(STEP) - moved(-STEP)) / (2.0 * STEP);
+            let near = (gradient - slope).abs() < 1e-8 * (1.0 + slope.abs());
+            assert!(near, "{what}: {name}[{index}] is {gradient:e}, the slope {slope:e}");
+        }
+    }
+}
+
+const Q_LEN: usize = 3;
+const KV_LEN: usize = 4;
+
+fn masks() -> Vec<(&'static str, Mask)> {
+    let keep = Array4::from_shape_fn((1, 4, Q_LEN, KV_LEN), |(_, h, i, j)| i != 1 && (h + 2 * i + j) % 3 != 0);
+    vec![
+        ("no mask", Mask::none()),
+        ("causal", Mask::causal()),
+        ("window", Mask::window(1, 1) & Mask::key_lengths(&[4, 2])),
+        ("keep", Mask::keep(&keep).unwrap()),
+    ]
+}
+
+/// No bias, a full one with hidden pairs, and one that is broadcast over some axes.
+fn biases(draws: &mut Seeded) -> Vec<(&'static str, Option<ArrayD<f64>>)> {
+    let mut full: Array4<f64> = draws.array((2, 4, Q_LEN, KV_LEN)) * 4.0;
+    full[[0, 1, 2, 0]] = f64::NEG_INFINITY;
+    full[[1, 2, 0, 3]] = f64::NEG_INFINITY;
+    let shared: Array2<f64> = draws.array((Q_LEN, KV_LEN)) * 4.0;
+    let keys: Array4<f64> = draws.array((2, 1, 1, KV_LEN)) * 4.0;
+    let rows: Array4<f64> = draws.array((1, 4, Q_LEN, 1)) * 4.0;
+    vec![
+        ("no bias", None),
+        ("full bias", Some(full.into_dyn())),
+        ("shared bias", Some(shared.into_dyn())),
+        ("bias of keys", Some(keys.into_dyn())),
+        ("bias of rows", Some(rows.into_dyn())),
+    ]
+}
+
+fn head_maps() -> Vec<(&'static str, Option<HeadMap>, usize)> {
+    let uneven = HeadMap::explicit(&[2, 0, 2, 2], 4).unwrap();
+    vec![("4 heads", None, 4), ("groups of 2", None, 2), ("uneven groups", Some(uneven), 4)]
+}
+
+#[test]
+fn plain_gradients_are_slopes_for_every_combination_of_options() {
+    let mut draws = Seeded(4);
+    let (masks, biases) = (masks(), biases(&mut draws));
+    for (heads, map, num_kv_heads) in head_maps() {
+        let q: Array4<f64> = draws.array((2, 4, Q_LEN, 3)) * 4.0;
+        let (k, v) = (draws.array((2, num_kv_heads, KV_LEN, 3)), draws.array((2, num_kv_heads, KV_LEN, 2)));
+        let sinks: Array1<f64> = draws.array(4) * 2.0;
+        let d_context = draws.array((2, 4, Q_LEN, 2));
+        for ((mask_name, mask), (bias_name, bias)) in masks.iter().flat_map(|m| biases.iter().map(move |b| (m, b))) {
+            for bits in 0..8 {
+                let mut core = Core::new(q.clone(), k.clone(), v.clone()).mask(mask.clone());
+                core.bias.clone_from(bias);
+                core.heads.clone_from(&map);
+                core.softcap = (bits & 1 != 0).then_some(1.5);
+                core.sinks = (bits & 2 != 0).then(|| sinks.clone());
+                core.dropout = (bits & 4 != 0).then_some((0.3, 9));
+                core.scale = (bits == 5).then_some(-0.8);
+                check_slopes(&format!("{heads}, {mask_name}, {bias_name}, options {bits:03b}"), &core, &d_context);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_scale_of_zero_moves_nothing_but_values() {
+    let mut draws = Seeded(5);
+    let core = Core::new(draws.array((1, 2, 3, 4)), draws.array((1, 2, 5, 4)), draws.array((1, 2, 5, 3))).scale(0.0);
+    let d_context = draws.array((1, 2, 3, 3));
+    check_slopes("scale 0", &core, &d_context);
+    core.gradients_everywhere(&d_context, |way, gradients| {
+        assert!(gradients.d_q.iter().chain(&gradients.d_k).all(|&x| x == 0.0), "{way}");
+        assert!(gradients.d_v.iter().all(|&x| x != 0.0), "{way}");
+    });
+}
