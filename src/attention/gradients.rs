@@ -73,7 +73,7 @@ impl<T: Element> Gradients<T> {
     /// let (q, k) = (Array4::<f32>::ones((1, 4, 3, 8)), Array4::ones((1, 2, 5, 8)));
     /// let attended = attention::forward(&q, &k, &k, &Options::new())?;
     /// let saved = Saved { q: &q, k: &k, v: &k, context: &attended.context, lse: &attended.lse };
-    /// assert_eq!(Gradients::zeros(&saved, &Options::new())?.d_k, Array4::zeros((1, 2, 5, 8)));
+    /// assert_eq!(Gradients::zeros(&saved, &Options::new())?.d_k, Array4::<f32>::zeros((1, 2, 5, 8)));
     /// # Ok::<(), multihead::Error>(())
     /// ```
     ///
