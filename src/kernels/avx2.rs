@@ -19,7 +19,6 @@ impl<T: Real> Avx2<T> {
 }
 
 /// Adding it leaves an integer in the low bits of the sum, as in [`Real::exp2_integer`].
-const INTEGER_F32: f32 = 1.5 * (1 << 23) as f32;
 const INTEGER_F64: f64 = 1.5 * (1_u64 << 52) as f64;
 
 impl Simd for Avx2<f32> {
@@ -46,17 +45,13 @@ impl Simd for Avx2<f32> {
         };
         mask_bits(mask: __m256) -> u64 = u64::from(_mm256_movemask_ps(mask) as u32);
         select(mask: __m256, a: __m256, b: __m256) -> __m256 = _mm256_blendv_ps(b, a, mask);
-        fraction(t: __m256) -> __m256 = {
-            let t = _mm256_min_ps(_mm256_set1_ps(f32::OVERFLOW_EXPONENT), t);
-            _mm256_sub_ps(t, _mm256_floor_ps(t))
-        };
+        fraction(t: __m256) -> __m256 = _mm256_sub_ps(t, _mm256_floor_ps(t));
         scale_by_floor(p: __m256, t: __m256) -> __m256 = {
-            let n = _mm256_floor_ps(_mm256_min_ps(_mm256_set1_ps(f32::OVERFLOW_EXPONENT), t));
-            let bits = _mm256_castps_si256(_mm256_add_ps(n, _mm256_set1_ps(INTEGER_F32)));
-            let biased = _mm256_add_epi32(bits, _mm256_set1_epi32(f32::MAX_EXP - 1));
-            let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased));
+            // The integer is added to the exponent; for NaN and -inf the conversion leaves nothing to add.
+            let n = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(_mm256_floor_ps(t)));
+            let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
             let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(t, _mm256_set1_ps(f32::MIN_EXPONENT));
-            _mm256_andnot_ps(tiny, _mm256_mul_ps(p, power))
+            _mm256_andnot_ps(tiny, scaled)
         };
         interleave(a: __m256, b: __m256) -> (__m256, __m256) = {
             // Unpacking works within halves; the permutation then puts the halves in order.
@@ -113,12 +108,9 @@ impl Simd for Avx2<f64> {
         };
         mask_bits(mask: __m256d) -> u64 = u64::from(_mm256_movemask_pd(mask) as u32);
         select(mask: __m256d, a: __m256d, b: __m256d) -> __m256d = _mm256_blendv_pd(b, a, mask);
-        fraction(t: __m256d) -> __m256d = {
-            let t = _mm256_min_pd(_mm256_set1_pd(f64::OVERFLOW_EXPONENT), t);
-            _mm256_sub_pd(t, _mm256_floor_pd(t))
-        };
+        fraction(t: __m256d) -> __m256d = _mm256_sub_pd(t, _mm256_floor_pd(t));
         scale_by_floor(p: __m256d, t: __m256d) -> __m256d = {
-            let n = _mm256_floor_pd(_mm256_min_pd(_mm256_set1_pd(f64::OVERFLOW_EXPONENT), t));
+            let n = _mm256_floor_pd(t);
             let bits = _mm256_castpd_si256(_mm256_add_pd(n, _mm256_set1_pd(INTEGER_F64)));
             let biased = _mm256_add_epi64(bits, _mm256_set1_epi64x(i64::from(f64::MAX_EXP - 1)));
             let power = _mm256_castsi256_pd(_mm256_slli_epi64::<52>(biased));

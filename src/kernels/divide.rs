@@ -14,22 +14,41 @@ use num_traits::{Float, One, Zero};
 /// `x` must be valid for reading and writing `n` elements.
 #[inline(always)]
 pub(super) unsafe fn divide<S: Simd>(s: S, x: *mut S::Elem, n: usize, d: S::Elem) {
-    let reciprocal = s.splat(S::Elem::one() / d);
-    let negated = s.splat(S::Elem::zero() - d);
-    let largest = s.splat(S::Elem::max_value());
-    for i in (0..n).step_by(S::LANES) {
-        let lanes = S::LANES.min(n - i);
-        // SAFETY: i + lanes <= n, and the caller vouches for n elements.
-        unsafe {
-            let v = s.load_partial(x.add(i), lanes);
-            let q = s.mul(v, reciprocal);
-            let corrected = s.fma(s.fma(q, negated, v), reciprocal, q);
-            // An infinite quotient has no remainder; NaN fails both comparisons and comes through as `q`.
-            let size = s.max(s.sub(s.zero(), q), q);
-            let q = s.select(s.lt(size, largest), corrected, q);
-            s.store_partial(x.add(i), q, lanes);
+    let by = Divisor {
+        negated: s.splat(S::Elem::zero() - d),
+        reciprocal: s.splat(S::Elem::one() / d),
+        largest: s.splat(S::Elem::max_value()),
+    };
+    let whole = n - n % S::LANES;
+    // SAFETY: every vector ends at or before n, and the caller vouches for n elements.
+    unsafe {
+        for i in (0..whole).step_by(S::LANES) {
+            let x = x.add(i);
+            s.store(x, quotient(s, s.load(x), &by));
+        }
+        if whole < n {
+            // A partial store can take as long as all the rest, so rows of whole vectors do without.
+            let x = x.add(whole);
+            s.store_partial(x, quotient(s, s.load_partial(x, n - whole), &by), n - whole);
         }
     }
+}
+
+/// The number to divide by, in all lanes.
+struct Divisor<V> {
+    negated: V,
+    reciprocal: V,
+    largest: V,
+}
+
+/// `v / d`.
+#[inline(always)]
+fn quotient<S: Simd>(s: S, v: S::V, by: &Divisor<S::V>) -> S::V {
+    let q = s.mul(v, by.reciprocal);
+    let corrected = s.fma(s.fma(q, by.negated, v), by.reciprocal, q);
+    // An infinite quotient has no remainder; NaN fails both comparisons and comes through as `q`.
+    let size = s.max(s.sub(s.zero(), q), q);
+    s.select(s.lt(size, by.largest), corrected, q)
 }
 
 #[cfg(test)]

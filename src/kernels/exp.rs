@@ -27,11 +27,12 @@ use num_traits::One;
 /// `2^t` for each lane.
 #[inline(always)]
 pub(crate) fn exp2<S: Simd>(s: S, t: S::V) -> S::V {
-    let [power] = exp2_together(s, [t]);
+    // This order of operands keeps NaN.
+    let [power] = exp2_together(s, [s.min(s.splat(S::Elem::OVERFLOW_EXPONENT), t)]);
     power
 }
 
-/// `2^t` for each lane of `N` vectors. The polynomials advance together: one alone is a chain of dependent operations
+/// `2^t` for each lane of `N` vectors that are below the overflow exponent (or NaN), as softmax has them. The polynomials advance together: one alone is a chain of dependent operations
 /// that leaves the multipliers idle most of the time.
 #[inline(always)]
 pub(crate) fn exp2_together<S: Simd, const N: usize>(s: S, t: [S::V; N]) -> [S::V; N] {

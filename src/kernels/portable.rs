@@ -60,14 +60,8 @@ impl<T: Real + Lane, const N: usize> Simd for Portable<T, N> {
         max(a, b) -> T = if a > b { a } else { b };
         min(a, b) -> T = if a < b { a } else { b };
         lt(a, b) -> bool = a < b;
-        fraction(t) -> T = {
-            let t = if T::OVERFLOW_EXPONENT < t { T::OVERFLOW_EXPONENT } else { t };
-            t - t.floor_small()
-        };
-        scale_by_floor(p, t) -> T = {
-            let n = if T::OVERFLOW_EXPONENT < t { T::OVERFLOW_EXPONENT } else { t }.floor_small();
-            if t < T::MIN_EXPONENT { T::zero() } else { p * n.exp2_integer() }
-        };
+        fraction(t) -> T = t - t.floor_small();
+        scale_by_floor(p, t) -> T = if t < T::MIN_EXPONENT { T::zero() } else { p * t.floor_small().exp2_integer() };
     }
 
     #[inline(always)]

@@ -40,10 +40,10 @@ pub(crate) trait Simd: Copy {
     /// `a` where the mask is true, `b` elsewhere. The lane that is not taken has no influence, NaN included.
     fn select(self, mask: Self::Mask, a: Self::V, b: Self::V) -> Self::V;
 
-    /// `t - ⌊t⌋`; zero from the overflow exponent on, anything for -inf.
+    /// `t - ⌊t⌋` for `t` up to the overflow exponent; anything for -inf and beyond, NaN for NaN.
     fn fraction(self, t: Self::V) -> Self::V;
-    /// `p 2^⌊t⌋`: zero if `t` is below the exponent of the smallest normal number, infinite if it is above the
-    /// largest; NaN if `t` or `p` is NaN (unless `p` is NaN because `t` is -inf, which gives zero).
+    /// `p 2^⌊t⌋` for `p` in [1, 2) and `t` up to the overflow exponent, where it is infinite; zero if `t` is below the
+    /// exponent of the smallest normal number, whatever `p` is then; NaN if `t` and `p` are NaN. Anything beyond.
     fn scale_by_floor(self, p: Self::V, t: Self::V) -> Self::V;
 
     /// The lanes of `a` and `b` alternating: the first `LANES` of them and the rest.

@@ -36,8 +36,10 @@ pub(crate) struct Softmax<T> {
     pub(crate) o_row: usize,
     /// Elements of a row of `o`, a multiple of 16.
     pub(crate) width: usize,
-    /// Per row, bit j set if key j is visible; null if every key of the range is. A bias of -inf clears bits.
+    /// Per row, bit j set if key j is visible. A bias of -inf clears bits.
     pub(crate) visible: *mut u64,
+    /// Every key of the range is visible, as far as `visible` knows beforehand.
+    pub(crate) all_visible: bool,
     /// `[rows][64]` in natural units, or null.
     pub(crate) bias: *const T,
     /// In natural units.
@@ -49,77 +51,114 @@ pub(crate) struct Softmax<T> {
 /// Runs one step.
 ///
 /// # Safety
-/// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`; a bias needs `visible`.
+/// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`.
 #[inline(always)]
-pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
-    // SAFETY: the contract is handed on; `ALL` is chosen only if the range is 0..64.
+pub(crate) unsafe fn softmax<S: Simd, const NV: usize>(s: S, a: &Softmax<S::Elem>) {
+    // SAFETY: the contract is handed on; `WHOLE` is chosen only if the range is 0..64.
     unsafe {
         let mut factor = a.factor;
+        let mut all_visible = a.all_visible;
         if a.softcap.is_some() || !a.bias.is_null() {
             for row in 0..a.rows {
-                score_mods(s, a, row);
+                all_visible &= !score_mods(s, a, row);
             }
             factor = S::Elem::one();
         }
-        match (a.visible.is_null(), a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, ALL>(s, a, factor),
-            (true, false) => rows::<S, false, RANGE>(s, a, factor),
-            (false, true) => rows::<S, true, ALL>(s, a, factor),
-            (false, false) => rows::<S, true, RANGE>(s, a, factor),
+        match (all_visible, a.first == 0 && a.end == KEYS) {
+            (true, true) => rows::<S, false, true, NV>(s, a, factor),
+            (true, false) => rows::<S, false, false, 1>(s, a, factor),
+            (false, true) => rows::<S, true, true, NV>(s, a, factor),
+            (false, false) => rows::<S, true, false, 1>(s, a, factor),
         }
     }
 }
 
-/// Caps the scores of a row, adds the bias, and hides the keys whose bias is -inf.
+/// Caps the scores of a row, adds the bias, and hides the keys whose bias is -inf. True if there are such keys.
 ///
 /// # Safety
 /// As [`softmax`], with `row < rows`.
 #[inline(always)]
-unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
-    let log2_e = s.splat(S::Elem::LOG2_E);
+unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) -> bool {
+    // SAFETY: the contract is handed on; `visible` has a word per row.
+    unsafe {
+        if a.bias.is_null() || small_bias(s, a, row) {
+            modify::<S, false>(s, a, row);
+            return false;
+        }
+        cold();
+        let hidden = modify::<S, true>(s, a, row);
+        *a.visible.add(row) &= !hidden;
+        hidden != 0
+    }
+}
+
+/// Whether no bias of a row is infinite or becomes so by the change of units. NaN is let through.
+///
+/// # Safety
+/// As [`softmax`], with `row < rows` and a bias.
+#[inline(always)]
+unsafe fn small_bias<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) -> bool {
+    let mut largest = s.zero();
+    for key in (a.first..a.end).step_by(S::LANES) {
+        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of the bias (contract).
+        let bias = unsafe { s.load(a.bias.add(row * KEYS + key)) };
+        // This order of operands skips NaN, which reaches the score by itself.
+        largest = s.max(s.max(s.sub(s.zero(), bias), bias), largest);
+    }
+    let limit = S::Elem::max_value() / (S::Elem::one() + S::Elem::one());
+    s.mask_bits(s.lt(s.splat(limit), largest)) == 0
+}
+
+/// The scores of a row capped and with the bias added; the bits of the keys whose bias is -inf. Without `LARGE`, all
+/// biases are small.
+///
+/// # Safety
+/// As [`softmax`], with `row < rows`.
+#[inline(always)]
+unsafe fn modify<S: Simd, const LARGE: bool>(s: S, a: &Softmax<S::Elem>, row: usize) -> u64 {
+    let (factor, log2_e) = (s.splat(a.factor), s.splat(S::Elem::LOG2_E));
     let (lowest, highest) = (s.splat(S::Elem::min_value()), s.splat(S::Elem::max_value()));
     let mut hidden = 0;
     for key in (a.first..a.end).step_by(S::LANES) {
         // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of `p` and of the bias (contract).
         unsafe {
             let p = a.p.add(row * KEYS + key);
-            let mut x = s.mul(s.load(p), s.splat(a.factor));
+            let mut x = s.mul(s.load(p), factor);
             if let Some(cap) = a.softcap {
                 let cap = s.splat((cap * S::Elem::LOG2_E).min(S::Elem::max_value()));
                 x = s.mul(cap, tanh(s, s.div(x, cap)));
             }
             if !a.bias.is_null() {
                 let bias = s.load(a.bias.add(row * KEYS + key));
-                hidden |= s.mask_bits(s.lt(bias, lowest)) << key;
-                // A large finite bias is arithmetic, not a mask: the change of units must not make it infinite.
-                let scaled = s.max(lowest, s.min(highest, s.mul(bias, log2_e)));
-                x = s.add(x, s.select(s.lt(highest, bias), bias, scaled));
+                if LARGE {
+                    hidden |= s.mask_bits(s.lt(bias, lowest)) << key;
+                    // A large finite bias is arithmetic, not a mask: the change of units must not make it infinite.
+                    let scaled = s.max(lowest, s.min(highest, s.mul(bias, log2_e)));
+                    x = s.add(x, s.select(s.lt(highest, bias), bias, scaled));
+                } else {
+                    x = s.fma(bias, log2_e, x);
+                }
             }
             s.store(p, x);
         }
     }
-    if hidden != 0 {
-        // SAFETY: `visible` has a word per row if there is a bias (contract); without one nothing is hidden.
-        unsafe { *a.visible.add(row) &= !hidden };
-    }
+    hidden
 }
 
-/// Vectors that [`rows`] takes at a time if all keys of the tile count. They divide 64 at every level.
-const ALL: usize = 4;
-
-/// As [`ALL`], for a range of keys.
-const RANGE: usize = 1;
-
-/// Scores to probabilities, with the reference of a row moved first if it has to. `STEP` is [`ALL`] or [`RANGE`]; the
-/// first fixes the range of keys to 0..64, so that loops over keys are unrolled.
+/// Scores to probabilities, with the reference of a row moved first if it has to. `WHOLE` fixes the range of keys to
+/// 0..64, so that loops over keys are unrolled; `STEP` vectors are taken at a time, as many as the registers hold.
 ///
 /// # Safety
-/// As [`softmax`]; `visible` is not null if `MASKED`.
+/// As [`softmax`].
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const STEP: usize>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
+    s: S,
+    a: &Softmax<S::Elem>,
+    factor: S::Elem,
+) {
     let factor = s.splat(factor);
     let nothing = s.splat(S::Elem::neg_infinity());
-    let (first, end) = if STEP == ALL { (0, KEYS) } else { (a.first, a.end) };
+    let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
         // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
         unsafe {

@@ -145,9 +145,9 @@ impl<T: Real> Kernels<T> {
         scoring: &Scoring<'_, T>,
     ) -> Option<Visible> {
         let (rows, keys) = (group.rows.min(MAX_ROWS), tile.range());
-        let mut visible = (scoring.visible.is_some() || scoring.bias.is_some()).then_some([u64::MAX; MAX_ROWS]);
-        if let (Some(words), Some(bits)) = (&mut visible, scoring.visible) {
-            words[..rows].copy_from_slice(&bits[..rows]);
+        let mut visible = [u64::MAX; MAX_ROWS];
+        if let Some(bits) = scoring.visible {
+            visible[..rows].copy_from_slice(&bits[..rows]);
         }
         let p = &mut group.p[..rows * KEYS];
         let m = &mut group.m[..rows];
@@ -155,7 +155,7 @@ impl<T: Real> Kernels<T> {
         let o = &mut group.o[..extent(rows, group.o_row, tile.padded_width())];
         let bias = scoring.bias.map(|bias| &bias[..rows * KEYS]);
         // SAFETY: the slices above have the shapes that the kernel asks for, `keys` is a range of whole panels within
-        // 64, and `visible` is there if a bias is.
+        // 64.
         unsafe {
             (self.softmax)(&Softmax {
                 rows,
@@ -167,13 +167,14 @@ impl<T: Real> Kernels<T> {
                 o: o.as_mut_ptr(),
                 o_row: group.o_row,
                 width: tile.padded_width(),
-                visible: visible.as_mut().map_or(ptr::null_mut(), |words| words.as_mut_ptr()),
+                visible: visible.as_mut_ptr(),
+                all_visible: scoring.visible.is_none(),
                 bias: bias.map_or(ptr::null(), <[T]>::as_ptr),
                 softcap: scoring.softcap,
                 factor: scoring.factor,
             });
         }
-        visible
+        (scoring.visible.is_some() || scoring.bias.is_some()).then_some(visible)
     }
 
     /// `o += p v` over the keys of the panels; `visible` is what [`Kernels::softmax`] returned.

@@ -33,23 +33,25 @@ pub(crate) struct Kernels<T: 'static> {
     multiply_adds: unsafe fn(usize, T) -> T,
     multiply_adds_flop: usize,
     sum: unsafe fn(*const T, usize) -> T,
+    /// Up to this many rows of a projection, its weights are read where they are and not packed.
+    pub(super) few_rows: usize,
 }
 
 /// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
 macro_rules! level {
-    ($module:ident, $f32:expr, $f64:expr, NV = $nv:literal, NR = $nr:literal, BYTES = $bytes:literal $(, $features:literal)?) => {
+    ($module:ident, $f32:expr, $f64:expr, NV = [$nv:literal, $wide:literal, $widest:literal], NR = $nr:literal, BYTES = $bytes:literal, FEW = $few:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
-            level!(@table F32, f32, $f32, $nv, $nr, $bytes $(, $features)?);
-            level!(@table F64, f64, $f64, $nv, $nr, $bytes $(, $features)?);
+            level!(@table F32, f32, $f32, [$nv, $wide, $widest], $nr, $bytes, $few $(, $features)?);
+            level!(@table F64, f64, $f64, [$nv, $wide, $widest], $nr, $bytes, $few $(, $features)?);
         }
     };
-    (@table $name:ident, $t:ident, $token:expr, $nv:literal, $nr:literal, $bytes:literal $(, $features:literal)?) => {
+    (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
-            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv>);
+            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv, $wide, $widest>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
-            level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax);
+            level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax::<_, $nv>);
             level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
             level!(@entry $token $(, $features)?, dropping(a: &Dropping<$t>) -> () = dropout::dropping);
             level!(@entry $token $(, $features)?, panels(a: &Pack<$t>) -> () = pack::panels);
@@ -61,7 +63,7 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
-            Kernels { tile, dots, softmax, values, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum }
+            Kernels { tile, dots, softmax, values, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few }
         };
     };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
@@ -79,17 +81,18 @@ level!(
     avx512,
     Avx512::<f32>::assume(),
     Avx512::<f64>::assume(),
-    NV = 4,
+    NV = [4, 8, 16],
     NR = 8,
     BYTES = 64,
+    FEW = 12,
     "avx512f,avx512dq,avx2,fma"
 );
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = 2, NR = 4, BYTES = 32, "avx2,fma");
+level!(avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = [2, 4, 8], NR = 4, BYTES = 32, FEW = 3, "avx2,fma");
 #[cfg(target_arch = "aarch64")]
-level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 4, NR = 8, BYTES = 16);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [4, 8, 16], NR = 8, BYTES = 16, FEW = 3);
 #[cfg(not(target_arch = "aarch64"))]
-level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = 2, NR = 4, BYTES = 16);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [2, 4, 8], NR = 4, BYTES = 16, FEW = 3);
 
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};

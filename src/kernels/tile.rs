@@ -54,37 +54,42 @@ pub(crate) enum Start {
     Add,
 }
 
-/// Runs a product with register blocks of up to 6 rows and `NV` vectors.
+/// Runs a product with register blocks of up to 6 rows and `NV` vectors; of one row and `WIDEST` vectors or of two or three
+/// rows and `WIDE` vectors, where `n` is that large: with fewer accumulators the multipliers would wait for each other.
 ///
 /// # Safety
 /// - `1 <= rows <= MAX_ROWS`;
 /// - all of `a` is readable, and of `b` every column below `n` rounded up to a multiple of 16;
 /// - `c` is readable and writable, columns below `n` only, and overlaps neither `a` nor `b`.
 #[inline(always)]
-pub(crate) unsafe fn tile<S: Simd, const NV: usize>(s: S, t: &Tile<S::Elem>) {
+pub(crate) unsafe fn tile<S: Simd, const NV: usize, const WIDE: usize, const WIDEST: usize>(s: S, t: &Tile<S::Elem>) {
     // SAFETY: the contract is handed on; MR is the number of rows.
     unsafe {
         match t.rows {
-            1 => strip::<S, 1, NV>(s, t),
-            2 => strip::<S, 2, NV>(s, t),
-            3 => strip::<S, 3, NV>(s, t),
-            4 => strip::<S, 4, NV>(s, t),
-            5 => strip::<S, 5, NV>(s, t),
-            _ => strip::<S, MAX_ROWS, NV>(s, t),
+            1 => strip::<S, 1, NV, WIDEST>(s, t),
+            2 => strip::<S, 2, NV, WIDE>(s, t),
+            3 => strip::<S, 3, NV, WIDE>(s, t),
+            4 => strip::<S, 4, NV, NV>(s, t),
+            5 => strip::<S, 5, NV, NV>(s, t),
+            _ => strip::<S, MAX_ROWS, NV, NV>(s, t),
         }
     }
 }
 
-/// Walks the columns: blocks of `NV` vectors, then one block of as many vectors as are left.
+/// Walks the columns: blocks of `WIDE` vectors, blocks of `NV`, then one block of as many vectors as are left.
 ///
 /// # Safety
 /// As [`tile`], with `MR == rows`.
 #[inline(always)]
-unsafe fn strip<S: Simd, const MR: usize, const NV: usize>(s: S, t: &Tile<S::Elem>) {
+unsafe fn strip<S: Simd, const MR: usize, const NV: usize, const WIDE: usize>(s: S, t: &Tile<S::Elem>) {
     let mut column = 0;
     // SAFETY: each block starts below n and holds at most the vectors up to the next multiple of LANES, which divides
     // the multiple of 16 up to which the caller vouches for `b`.
     unsafe {
+        while WIDE > NV && t.n - column >= WIDE * S::LANES {
+            block::<S, MR, WIDE, false>(s, t, column);
+            column += WIDE * S::LANES;
+        }
         while t.n - column >= NV * S::LANES {
             block::<S, MR, NV, false>(s, t, column);
             column += NV * S::LANES;
