@@ -118,8 +118,8 @@ pub enum Error {
         /// Number of keys.
         kv_len: usize,
     },
-    /// Two causal rules of one mask count positions differently, and a window would have to choose.
-    #[error("mask: expected one causal alignment for the window to count from, got {first} and {second}")]
+    /// Two causal rules of one mask count positions differently, and a window or a bias by distance would have to choose.
+    #[error("mask: expected one causal alignment for windows and distances to count from, got {first} and {second}")]
     Alignment {
         /// One alignment.
         first: String,

@@ -184,10 +184,11 @@ fn key_ranges() {
 
 #[test]
 fn alignments() {
-    let text = "mask: expected one causal alignment for the window to count from, got causal and causal_top_left";
+    let text =
+        "mask: expected one causal alignment for windows and distances to count from, got causal and causal_top_left";
     core().mask(Mask::causal() & Mask::causal_top_left() & Mask::window(1, 0)).refused(text);
     core().mask(Mask::causal_top_left() & Mask::last_n(2) & Mask::causal_offset(3)).refused(
-        "mask: expected one causal alignment for the window to count from, got causal_top_left and causal_offset(3)",
+        "mask: expected one causal alignment for windows and distances to count from, got causal_top_left and causal_offset(3)",
     );
 }
 

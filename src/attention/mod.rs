@@ -5,7 +5,7 @@
 //! ```text
 //! s[i, j] = scale * q[i] . k[j]
 //! s[i, j] = softcap * tanh(s[i, j] / softcap)
-//! s[i, j] = s[i, j] + bias[i, j]                    (-inf hides the pair)
+//! s[i, j] = s[i, j] + bias[i, j]                    (-inf hides the pair; an array, ALiBi, a learned table, or several)
 //! lse[i]  = ln(sum_j exp(s[i, j]) + exp(sink))
 //! w[i, j] = exp(s[i, j] - lse[i])
 //! context[i] = sum_j z[i, j] w[i, j] v[j]           (z = 1 without dropout)
@@ -25,6 +25,7 @@
 
 mod bias;
 mod dense;
+mod distance;
 mod dropout;
 mod forward;
 mod gradients;
@@ -47,7 +48,7 @@ use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
 use crate::element::{Element, zeros};
 use crate::error::{Result, check_shape};
-pub(crate) use problem::{Dims, check_scale, check_softcap};
+pub(crate) use problem::{Dims, check_finite, check_scale, check_softcap};
 use problem::{Problem, Rules};
 use source::Arrays;
 use walk::Call;
@@ -209,11 +210,13 @@ pub(crate) fn attend<T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let problem = Problem::new(q, k, v, options)?;
+    let mut lines = std::mem::take(&mut workspace.lines);
+    let mut problem = Problem::new(q, k, v, options)?;
     if outputs.is_empty() {
         // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
         return Ok(());
     }
+    problem.rules.lay_out(problem.dims, &mut lines)?;
     match options.chosen_path()? {
         Path::Reference => reference::forward(&problem, outputs),
         Path::Dense => dense::forward(&problem, outputs),
@@ -223,7 +226,9 @@ pub(crate) fn attend<T: Element>(
             let call = Call { dims: *dims, q: q.view(), first: 0, rules, source: &source };
             forward::forward(&call, options.query_tile, outputs, workspace)
         }
-    }
+    }?;
+    workspace.lines = lines;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 //! What a call of attention can be asked for.
 
-use ndarray::{Array1, ArrayRef, ArrayRef1, ArrayView1, ArrayView4, Dimension};
+use ndarray::{ArrayRef, ArrayRef1, ArrayRef2, ArrayView1, ArrayView2, ArrayView4, Dimension};
 
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::heads::HeadMap;
 use crate::kernels::Level;
 use crate::mask::{Mask, rank_2_or_4};
-use crate::mha::Config;
+use crate::mha::{Config, Weights};
+use crate::position::{Alibi, Buckets};
 
 /// Which implementation runs. All of them agree within rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -36,6 +37,9 @@ pub enum Path {
 pub struct Options<'a, T> {
     pub(crate) mask: Option<&'a Mask>,
     pub(crate) bias: Option<ArrayView4<'a, T>>,
+    pub(crate) alibi: Option<&'a Alibi>,
+    pub(crate) relative_bias: Option<(Buckets, ArrayView2<'a, T>)>,
+    pub(crate) relative_keys: Option<ArrayView2<'a, T>>,
     pub(crate) sinks: Option<ArrayView1<'a, T>>,
     pub(crate) heads: Option<&'a HeadMap>,
     pub(crate) scale: Option<f64>,
@@ -54,6 +58,9 @@ impl<T> Default for Options<'_, T> {
         Self {
             mask: None,
             bias: None,
+            alibi: None,
+            relative_bias: None,
+            relative_keys: None,
             sinks: None,
             heads: None,
             scale: None,
@@ -101,12 +108,10 @@ impl<'a, T: Element> Options<'a, T> {
     /// ```
     /// use multihead::{attention, ndarray::Array4, Options};
     /// let q = Array4::<f32>::zeros((1, 2, 3, 8));
-    /// // ALiBi: a slope for each head times the distance.
-    /// let slopes = [0.5, 0.25];
-    /// let bias = Array4::from_shape_fn((1, 2, 3, 3), |(_, head, i, j)| -slopes[head] * i.abs_diff(j) as f32);
+    /// let bias = Array4::from_shape_fn((1, 2, 3, 3), |(_, head, i, j)| if i == j { head as f32 } else { 0.0 });
     /// let attended = attention::forward(&q, &q, &q, &Options::new().bias(&bias)?.weights())?;
-    /// let near_and_far = attended.weights.map(|w| w[[0, 0, 0, 1]] / w[[0, 0, 0, 2]]).unwrap();
-    /// assert!((near_and_far - 0.5f32.exp()).abs() < 1e-6);
+    /// let own_and_other = attended.weights.map(|w| w[[0, 1, 0, 0]] / w[[0, 1, 0, 2]]).unwrap();
+    /// assert!((own_and_other - 1f32.exp()).abs() < 1e-6);
     /// # Ok::<(), multihead::Error>(())
     /// ```
     ///
@@ -115,6 +120,43 @@ impl<'a, T: Element> Options<'a, T> {
     pub fn bias<D: Dimension>(mut self, bias: &'a ArrayRef<T, D>) -> Result<Self> {
         self.bias = Some(rank_2_or_4("bias", bias)?);
         Ok(self)
+    }
+
+    /// Attention with linear biases: `-slope[h] * |pos(i) - j|` is added to the scores besides any other bias, where
+    /// `pos(i)` is the key position that the mask counts from (see [`crate::Mask`]). No array is made.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::Array4, position::Alibi, Options};
+    /// let q = Array4::<f32>::zeros((1, 2, 3, 8));
+    /// let alibi = Alibi::with_slopes(&[0.5, 0.25]);
+    /// let attended = attention::forward(&q, &q, &q, &Options::new().alibi(&alibi).weights())?;
+    /// let near_and_far = attended.weights.map(|w| w[[0, 0, 0, 1]] / w[[0, 0, 0, 2]]).unwrap();
+    /// assert!((near_and_far - 0.5f32.exp()).abs() < 1e-6);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn alibi(mut self, alibi: &'a Alibi) -> Self {
+        self.alibi = Some(alibi);
+        self
+    }
+
+    /// A learned bias for each bucket of distances and head: `table[bucket(j - pos(i)), h]` is added to the scores
+    /// besides any other bias. `table: [buckets, num_heads]`.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::{array, Array4}, position::Buckets, Options};
+    /// let q = Array4::<f32>::zeros((1, 1, 3, 8));
+    /// // The key before, the query's own, the key behind.
+    /// let table = array![[0.0], [1.0], [f32::NEG_INFINITY]];
+    /// let options = Options::new().relative_bias(Buckets::Clipped { clip: 1 }, &table).weights();
+    /// let weights = attention::forward(&q, &q, &q, &options)?.weights.unwrap();
+    /// assert_eq!(weights[[0, 0, 0, 0]], 1.0);
+    /// assert!((weights[[0, 0, 1, 1]] / weights[[0, 0, 1, 0]] - 1f32.exp()).abs() < 1e-6);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "relative_attention_bias")]
+    pub fn relative_bias(mut self, buckets: Buckets, table: &'a ArrayRef2<T>) -> Self {
+        self.relative_bias = Some((buckets, table.view()));
+        self
     }
 
     /// `[num_heads]`: a logit for each query head that enters the softmax's denominator only, neither scaled nor
@@ -272,11 +314,14 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// What the call asks for (mask, bias, path, weights) under the rules of a layer.
-    pub(crate) fn with_layer<'b>(&'b self, config: &'b Config, sinks: Option<&'b Array1<T>>) -> Options<'b, T> {
+    pub(crate) fn with_layer<'b>(&'b self, config: &'b Config, weights: &'b Weights<T>) -> Options<'b, T> {
         Options {
             mask: self.mask,
             bias: self.bias.as_ref().map(|bias| bias.view()),
-            sinks: sinks.map(|sinks| sinks.view()),
+            alibi: config.alibi.as_ref(),
+            relative_bias: config.relative_bias.zip(weights.relative_bias.as_ref().map(|table| table.view())),
+            relative_keys: weights.relative_keys.as_ref().map(|keys| keys.view()),
+            sinks: weights.sinks.as_ref().map(|sinks| sinks.view()),
             heads: Some(&config.heads),
             scale: config.scale,
             softcap: config.softcap,

@@ -4,7 +4,7 @@ use ndarray::{ArrayRef4, ArrayView1, ArrayView2, ArrayView4, s};
 use std::borrow::Cow;
 
 use super::Options;
-use super::bias::Bias;
+use super::bias::{Bias, ScoreRow};
 use super::dropout::{Dropout, HeadDropout};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
@@ -56,6 +56,7 @@ impl<'a, T: Element> Rules<'a, T> {
     /// Checks everything but the arrays of queries, keys and values.
     pub(crate) fn new(dims: Dims, options: &'a Options<'_, T>) -> Result<Self> {
         let [batch, num_heads, q_len, kv_len] = dims.scores();
+        let mask = options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?;
         Ok(Self {
             heads: match options.heads {
                 Some(map) => Cow::Borrowed(map),
@@ -69,10 +70,17 @@ impl<'a, T: Element> Rules<'a, T> {
             softcap: options.softcap.map(check_softcap).transpose()?,
             dropout: options.dropout.map_or(Ok(None), |(rate, seed)| Dropout::new(rate, seed))?,
             level: options.level.map_or_else(|| Ok(Level::best()), check_level)?,
-            mask: options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?,
-            bias: options.bias.as_ref().map(|bias| Bias::new(bias.view(), dims.scores())).transpose()?,
+            bias: Bias::new(options, dims, &mask)?,
+            mask,
             sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
         })
+    }
+}
+
+impl<'a, T: Element> Rules<'a, T> {
+    /// Prepares biases whose rows are copied, in `room`; without it they are looked up pair by pair.
+    pub(crate) fn lay_out(&mut self, dims: Dims, room: &'a mut Vec<T>) -> Result<()> {
+        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims, &self.mask, room))
     }
 }
 
@@ -156,16 +164,21 @@ pub(crate) struct Head<'a, T> {
 impl<T: Element> Head<'_, T> {
     /// The keys that query i sees, in ascending order, with what the bias adds to each; mask and bias can hide a pair.
     pub(crate) fn visible(&self, i: usize) -> impl Iterator<Item = (usize, T)> + '_ {
+        let [entry, head] = self.at;
+        let row = ScoreRow { entry, head, i, position: self.mask.position(i) };
         self.mask.runs(i).flatten().filter_map(move |j| {
-            let [entry, head] = self.at;
-            let bias = self.bias.map_or(T::zero(), |bias| bias.get(entry, head, i, j));
+            let bias = self.bias.map_or(T::zero(), |bias| bias.get(row, j));
             (bias != T::neg_infinity()).then_some((j, bias))
         })
     }
 }
 
 pub(crate) fn check_scale<T: Element>(scale: f64) -> Result<T> {
-    finite("scale", "a finite number", scale)
+    check_finite("scale", scale)
+}
+
+pub(crate) fn check_finite<T: Element>(argument: &'static str, number: f64) -> Result<T> {
+    finite(argument, "a finite number", number)
 }
 
 pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use super::bias::Bias;
+use super::bias::{Bias, ScoreRow};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::source::{Packed, Source};
@@ -242,7 +242,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
             let (visible, beyond) = to.split_at_mut(keys.len());
-            from.copy([self.at.entry, head, self.call.first + i], keys.start, visible);
+            from.copy(self.score_row(head, i), keys.start, visible);
             beyond.fill(T::zero());
         }
     }
@@ -252,6 +252,12 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let rows = (0..self.rows).map(|row| self.row(row));
         to.clear();
         to.extend(rows.map(|(head, i)| dropout.head(self.at.entry, head).row(self.call.first + i)));
+    }
+
+    /// The scores of a query that is computed now.
+    fn score_row(&self, head: usize, i: usize) -> ScoreRow {
+        let i = self.call.first + i;
+        ScoreRow { entry: self.at.entry, head, i, position: self.mask.position(i) }
     }
 
     /// Whether every row sees every key of a full tile.

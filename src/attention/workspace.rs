@@ -15,6 +15,8 @@ use crate::position::RopeTable;
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64
 /// in `f32`. The other paths allocate in each call.
 ///
+/// A learned bias by distance takes `num_heads * (2 d + 1)` numbers, where d is the distance from where on it is the same.
+///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
 /// packed weights; with RoPE, `len * dims` numbers for the angles of the positions and `66 * dims` numbers of `f64` that
@@ -33,6 +35,8 @@ use crate::position::RopeTable;
 #[derive(Debug, Default)]
 pub struct Workspace<T> {
     workers: Vec<Scratch<T>>,
+    /// Biases by distance.
+    pub(super) lines: Vec<T>,
     /// What a layer keeps between its projections.
     pub(crate) layer: LayerBuffers<T>,
 }
@@ -58,7 +62,7 @@ impl<T: Element> Workspace<T> {
     /// # let _ = &mut workspace;
     /// ```
     pub fn new() -> Self {
-        Self { workers: Vec::new(), layer: LayerBuffers::default() }
+        Self { workers: Vec::new(), lines: Vec::new(), layer: LayerBuffers::default() }
     }
 
     /// Scratch for `count` threads.

@@ -9,7 +9,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::Mask;
-use super::structure::{Align, Band, Extent, Interval, window_alignment};
+use super::structure::{Align, Band, Extent, Interval, common_alignment, window_alignment};
 use crate::error::{Error, Result};
 
 /// What a block of queries may see of a block of keys.
@@ -72,6 +72,14 @@ impl<'a> BoundMask<'a> {
             dense.check(dims)?;
         }
         Ok(Self { mask, dims, window_align: window_alignment(&mask.bands)?, held })
+    }
+
+    /// Checks that queries have positions among the keys.
+    ///
+    /// # Errors
+    /// [`Error::Alignment`] if two causal rules disagree.
+    pub(crate) fn check_positions(&self) -> Result<()> {
+        common_alignment(&self.mask.bands).map(drop)
     }
 
     /// The rules of one batch entry and head.
@@ -209,6 +217,11 @@ impl<'a> HeadMask<'a> {
     /// The keys that query i may see; dense rules can hide more of them.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
         self.interval.keys(i)
+    }
+
+    /// The key position of query i: what windows and biases by distance count from.
+    pub(crate) fn position(&self, i: usize) -> i64 {
+        self.interval.position(i)
     }
 
     /// The keys that query i sees, as runs of neighbours in ascending order.

@@ -73,17 +73,27 @@ impl fmt::Display for Band {
     }
 }
 
-/// The alignment that windows count from.
+/// The alignment that all causal rules share; bottom-right if there is none.
 ///
 /// # Errors
-/// [`Error::Alignment`] if there is a window and two causal rules that disagree.
-pub(super) fn window_alignment(bands: &[Band]) -> Result<Align> {
+/// [`Error::Alignment`] if two of them disagree.
+pub(super) fn common_alignment(bands: &[Band]) -> Result<Align> {
     let mut aligns = bands.iter().filter_map(|band| band.align);
     let first = aligns.next().unwrap_or(Align::BottomRight);
-    let windowed = bands.iter().any(|band| band.align.is_none());
     match aligns.find(|&other| other != first) {
-        Some(second) if windowed => Err(Error::Alignment { first: first.to_string(), second: second.to_string() }),
-        _ => Ok(first),
+        Some(second) => Err(Error::Alignment { first: first.to_string(), second: second.to_string() }),
+        None => Ok(first),
+    }
+}
+
+/// The alignment that windows count from; that of the first rule, where nothing counts.
+///
+/// # Errors
+/// As [`common_alignment`], if there is a window.
+pub(super) fn window_alignment(bands: &[Band]) -> Result<Align> {
+    match bands.iter().any(|band| band.align.is_none()) {
+        true => common_alignment(bands),
+        false => Ok(bands.iter().find_map(|band| band.align).unwrap_or(Align::BottomRight)),
     }
 }
 
@@ -171,6 +181,8 @@ pub(crate) struct Interval {
     /// Query i sees the keys from `i + lower` to `i + upper`, both ends in.
     lower: i64,
     upper: i64,
+    /// Where query 0 stands among the keys.
+    origin: i64,
 }
 
 impl Interval {
@@ -204,7 +216,12 @@ impl Interval {
                 upper = upper.min(pos + band.right);
             }
         }
-        Self { queries, start, end, lower, upper }
+        Self { queries, start, end, lower, upper, origin: pos(window_align) }
+    }
+
+    /// The key position of query i, which can lie before the first key or behind the last.
+    pub(crate) fn position(&self, i: usize) -> i64 {
+        self.origin + position(i)
     }
 
     /// The keys that query i sees.
@@ -220,7 +237,7 @@ impl Interval {
 
     /// The number of pairs that the first `q_len` queries see, at most `u64::MAX`.
     pub(crate) fn pairs(&self, q_len: usize) -> u64 {
-        let Self { start, end, lower, upper, queries } = *self;
+        let Self { start, end, lower, upper, queries, .. } = *self;
         let upper = upper + 1;
         // The count of query i is a line between the places where one of its two bounds starts or stops to move or
         // where the bounds meet.
@@ -274,13 +291,13 @@ mod tests {
         for (lower, upper) in sides.iter().flat_map(|&l| sides.iter().map(move |&u| (-l, u))) {
             for (start, end) in [(0, 0), (0, 1), (0, 6), (2, 5), (7, 7)] {
                 for (queries, q_len) in [3, 20].into_iter().flat_map(|n| (0..12).map(move |q_len| (n, q_len))) {
-                    let interval = Interval { queries, start, end, lower, upper };
+                    let interval = Interval { queries, start, end, lower, upper, origin: 0 };
                     let want: usize = (0..q_len).map(|i| interval.keys(i).len()).sum();
                     assert_eq!(interval.pairs(q_len), want as u64, "{interval:?} {q_len}");
                 }
             }
         }
-        let all = Interval { queries: FAR, start: 0, end: FAR, lower: -FAR, upper: FAR };
+        let all = Interval { queries: FAR, start: 0, end: FAR, lower: -FAR, upper: FAR, origin: 0 };
         assert_eq!(all.pairs(usize::MAX), u64::MAX);
     }
 
@@ -298,7 +315,7 @@ mod tests {
         let error = window_alignment(&[causal[0], causal[1], Band::window(1, 0)]).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "mask: expected one causal alignment for the window to count from, got causal and causal_offset(2)"
+            "mask: expected one causal alignment for windows and distances to count from, got causal and causal_offset(2)"
         );
     }
 }

@@ -7,7 +7,7 @@ use super::{Config, Init, MultiHeadAttention, Weights};
 use crate::element::{Element, zeros};
 use crate::error::{Error, Result};
 use crate::heads::HeadMap;
-use crate::position::Rope;
+use crate::position::{Alibi, Buckets, Rope};
 
 /// One of the four projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -20,6 +20,13 @@ pub enum Projection {
     Value,
     /// W_O
     Output,
+}
+
+/// The slopes of ALiBi.
+#[derive(Debug, Clone, PartialEq)]
+enum Slopes {
+    Paper,
+    Own(Alibi),
 }
 
 /// Collects the sizes and rules of a layer, made by [`MultiHeadAttention::builder`].
@@ -52,6 +59,8 @@ pub struct Builder<T> {
     scale: Option<f64>,
     softcap: Option<f64>,
     rope: Option<Rope>,
+    alibi: Option<Slopes>,
+    relative_bias: Option<Buckets>,
     seed: u64,
     init: Init,
     element: PhantomData<T>,
@@ -73,6 +82,8 @@ impl<T: Element> Builder<T> {
             scale: None,
             softcap: None,
             rope: None,
+            alibi: None,
+            relative_bias: None,
             seed: 0,
             init: Init::default(),
             element: PhantomData,
@@ -241,6 +252,48 @@ impl<T: Element> Builder<T> {
         self
     }
 
+    /// ALiBi with the paper's slopes for the number of query heads, see [`crate::Options::alibi`].
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 2).alibi().build()?;
+    /// assert_eq!(mha.config().alibi.as_ref().and_then(|alibi| alibi.slope(0)), Some(0.0625));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn alibi(mut self) -> Self {
+        self.alibi = Some(Slopes::Paper);
+        self
+    }
+
+    /// ALiBi with slopes of your own, one for each query head.
+    ///
+    /// ```
+    /// use multihead::{position::Alibi, MultiHeadAttention};
+    /// let alibi = Alibi::with_slopes(&[0.5, 0.25, 0.125]);
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).alibi_slopes(alibi).build()?;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn alibi_slopes(mut self, alibi: Alibi) -> Self {
+        self.alibi = Some(Slopes::Own(alibi));
+        self
+    }
+
+    /// A learned bias for each bucket of distances and query head, see [`crate::Options::relative_bias`]. A new table
+    /// holds zeros.
+    ///
+    /// ```
+    /// use multihead::{position::Buckets, MultiHeadAttention};
+    /// let buckets = Buckets::T5 { count: 32, max_distance: 128 };
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).relative_bias(buckets).scale(1.0).build()?;
+    /// assert_eq!(mha.weights().relative_bias.as_ref().map(|table| table.dim()), Some((32, 3)));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "relative_attention_bias")]
+    pub fn relative_bias(mut self, buckets: Buckets) -> Self {
+        self.relative_bias = Some(buckets);
+        self
+    }
+
     /// Seed of the initial weights.
     ///
     /// ```
@@ -300,6 +353,14 @@ impl<T: Element> Builder<T> {
             b_v: vector(has(Projection::Value), "b_v", "[num_kv_heads * value_dim]", v)?,
             b_o: vector(has(Projection::Output), "b_o", "[d_model]", o)?,
             sinks: vector(self.sinks, "sinks", "[num_heads]", config.heads.num_heads())?,
+            relative_bias: match &config.relative_bias {
+                Some(buckets) => {
+                    let shape = (buckets.count(), config.heads.num_heads());
+                    Some(zeros("relative_bias", "[buckets, num_heads]", shape)?)
+                }
+                None => None,
+            },
+            relative_keys: None,
         };
         Ok(MultiHeadAttention { config, weights })
     }
@@ -354,6 +415,17 @@ impl<T: Element> Builder<T> {
         if let Some(rope) = &self.rope {
             rope.check(head_dim)?;
         }
-        Ok(Config { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap, rope: self.rope })
+        let alibi = self.alibi.as_ref().map(|slopes| match slopes {
+            Slopes::Paper => Alibi::new(num_heads),
+            Slopes::Own(alibi) => alibi.clone(),
+        });
+        if let Some(alibi) = &alibi {
+            alibi.check::<T>(num_heads)?;
+        }
+        if let Some(buckets) = &self.relative_bias {
+            buckets.check()?;
+        }
+        let (rope, relative_bias) = (self.rope, self.relative_bias);
+        Ok(Config { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap, rope, alibi, relative_bias })
     }
 }

@@ -278,7 +278,7 @@ impl<T: Element> MultiHeadAttention<T> {
 
     /// The options of the call under the rules of the layer.
     fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
-        options.with_layer(&self.config, self.weights.sinks.as_ref())
+        options.with_layer(&self.config, &self.weights)
     }
 
     /// Fills the output, the lse and the weights; the arguments have been checked.

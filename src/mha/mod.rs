@@ -25,7 +25,7 @@ use ndarray::Array2;
 use crate::element::Element;
 use crate::error::Result;
 use crate::heads::HeadMap;
-use crate::position::Rope;
+use crate::position::{Alibi, Buckets, Rope};
 
 /// The sizes and rules of a layer, without its weights.
 #[derive(Debug, Clone, PartialEq)]
@@ -55,6 +55,10 @@ pub struct Config {
     pub softcap: Option<f64>,
     /// Rotary positions of queries and keys.
     pub rope: Option<Rope>,
+    /// A bias that falls with the distance, see [`crate::Options::alibi`].
+    pub alibi: Option<Alibi>,
+    /// What the rows of [`Weights::relative_bias`] stand for, where there is such a table.
+    pub relative_bias: Option<Buckets>,
 }
 
 impl Config {

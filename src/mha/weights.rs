@@ -4,7 +4,7 @@ use ndarray::{Array1, Array2};
 
 use super::Config;
 use crate::element::Element;
-use crate::error::{Result, check_shape};
+use crate::error::{Error, Result, check_shape};
 
 /// The weights of a layer, stored `[in, out]` so that a projection reads `x.dot(&w_q)`.
 ///
@@ -34,10 +34,16 @@ pub struct Weights<T> {
     pub b_o: Option<Array1<T>>,
     /// `[num_heads]`: a logit for each query head that enters the denominator only, see [`crate::Options::sinks`].
     pub sinks: Option<Array1<T>>,
+    /// `[buckets, num_heads]`: a bias for each bucket of distances, see [`crate::Options::relative_bias`]. Which
+    /// distances fall into a bucket is said by [`crate::Builder::relative_bias`].
+    #[doc(alias = "relative_attention_bias")]
+    pub relative_bias: Option<Array2<T>>,
+    /// `[2 clip + 1, head_dim]`: a key for each distance from `-clip` to `clip`, see [`crate::Options::relative_keys`].
+    pub relative_keys: Option<Array2<T>>,
 }
 
 impl<T: Element> Weights<T> {
-    /// Four projections without biases or sinks.
+    /// Four projections and nothing else.
     ///
     /// ```
     /// use multihead::{ndarray::Array2, MultiHeadAttention, Weights};
@@ -47,7 +53,19 @@ impl<T: Element> Weights<T> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn new(w_q: Array2<T>, w_k: Array2<T>, w_v: Array2<T>, w_o: Array2<T>) -> Self {
-        Self { w_q, w_k, w_v, w_o, b_q: None, b_k: None, b_v: None, b_o: None, sinks: None }
+        Self {
+            w_q,
+            w_k,
+            w_v,
+            w_o,
+            b_q: None,
+            b_k: None,
+            b_v: None,
+            b_o: None,
+            sinks: None,
+            relative_bias: None,
+            relative_keys: None,
+        }
     }
 
     pub(super) fn check(&self, config: &Config) -> Result<()> {
@@ -71,6 +89,26 @@ impl<T: Element> Weights<T> {
         for (name, axes, vector, len) in vectors {
             if let Some(vector) = vector {
                 check_shape(name, axes, [Some(len)], vector.shape())?;
+            }
+        }
+        self.check_tables(config)
+    }
+
+    /// The learned tables of distances.
+    fn check_tables(&self, config: &Config) -> Result<()> {
+        match (&self.relative_bias, &config.relative_bias) {
+            (Some(table), Some(buckets)) => {
+                let expected = [Some(buckets.count()), Some(config.heads.num_heads())];
+                check_shape("relative_bias", "[buckets, num_heads]", expected, table.shape())?;
+            }
+            (None, None) => {}
+            (Some(_), None) => {
+                let expected = "buckets in the builder for the table in the weights";
+                return Err(Error::value("relative_bias", expected, "none"));
+            }
+            (None, Some(_)) => {
+                let expected = "a table in the weights for the buckets in the builder";
+                return Err(Error::value("relative_bias", expected, "none"));
             }
         }
         Ok(())

@@ -6,13 +6,19 @@
 //! | `rope.rs` | [`Rope`]: which columns of a head turn, and how fast |
 //! | `scaling.rs` | [`RopeScaling`]: slower turns for texts longer than those of the training |
 //! | `rotate.rs` | the rotation itself, there and back |
+//! | `alibi.rs` | [`Alibi`]: a bias that falls with the distance |
+//! | `relative.rs` | [`Buckets`] of distances, for a learned bias |
 
+mod alibi;
 mod ids;
+mod relative;
 mod rope;
 mod rotate;
 mod scaling;
 
+pub use alibi::Alibi;
 pub use ids::Positions;
+pub use relative::Buckets;
 pub use rope::{Rope, RopeStyle};
 pub(crate) use rotate::{Heads, RopeTable, Turn, rotate};
 pub use scaling::{Llama3, RopeScaling, Yarn};

@@ -1,21 +1,21 @@
-//! The additive bias: `[batch, num_heads, q_len, kv_len]`, any axis may have length 1 and stands for all then.
+//! The bias as an array: `[batch, num_heads, q_len, kv_len]`, any axis may have length 1 and stands for all then.
 
 use ndarray::ArrayView4;
 
 use crate::element::Element;
 use crate::error::{Error, Result};
 
-/// A bias whose shape fits the call.
+/// An array whose shape fits the call.
 #[derive(Clone, Copy)]
-pub(crate) struct Bias<'a, T> {
+pub(super) struct Dense<'a, T> {
     view: ArrayView4<'a, T>,
     shape: [usize; 4],
     /// The same numbers, where they lie in standard layout: a row of a tile is one copy then.
     slice: Option<&'a [T]>,
 }
 
-impl<'a, T: Element> Bias<'a, T> {
-    pub(crate) fn new(view: ArrayView4<'a, T>, dims: [usize; 4]) -> Result<Self> {
+impl<'a, T: Element> Dense<'a, T> {
+    pub(super) fn new(view: ArrayView4<'a, T>, dims: [usize; 4]) -> Result<Self> {
         let shape: [usize; 4] = view.dim().into();
         if shape.iter().zip(dims).all(|(&have, want)| have == 1 || have == want) {
             return Ok(Self { view, shape, slice: view.to_slice() });
@@ -30,19 +30,19 @@ impl<'a, T: Element> Bias<'a, T> {
     }
 
     /// What is added to the score of query i and key j.
-    pub(crate) fn get(&self, entry: usize, head: usize, i: usize, j: usize) -> T {
+    pub(super) fn get(&self, [entry, head, i]: [usize; 3], j: usize) -> T {
         self.view[[self.at(0, entry), self.at(1, head), self.at(2, i), self.at(3, j)]]
     }
 
     /// What is added to the scores of query i and the keys from `first` on.
-    pub(crate) fn copy(&self, [entry, head, i]: [usize; 3], first: usize, to: &mut [T]) {
+    pub(super) fn copy(&self, [entry, head, i]: [usize; 3], first: usize, to: &mut [T]) {
         let [_, heads, rows, keys] = self.shape;
         match self.slice {
             Some(slice) if keys > 1 => {
                 let row = (self.at(0, entry) * heads + self.at(1, head)) * rows + self.at(2, i);
                 to.copy_from_slice(&slice[row * keys + first..][..to.len()]);
             }
-            _ => to.iter_mut().enumerate().for_each(|(j, to)| *to = self.get(entry, head, i, first + j)),
+            _ => to.iter_mut().enumerate().for_each(|(j, to)| *to = self.get([entry, head, i], first + j)),
         }
     }
 }
@@ -63,12 +63,12 @@ mod tests {
             });
             let turned = array.clone().permuted_axes([3, 1, 2, 0]).as_standard_layout().to_owned();
             for view in [array.view(), turned.view().permuted_axes([3, 1, 2, 0])] {
-                let bias = Bias::new(view, dims).unwrap();
+                let bias = Dense::new(view, dims).unwrap();
                 let mut row = [0.0; 3];
                 bias.copy([1, 2, 3], 2, &mut row);
                 let want = array.broadcast(dims).unwrap();
                 assert_eq!(row, [want[[1, 2, 3, 2]], want[[1, 2, 3, 3]], want[[1, 2, 3, 4]]], "{shape:?}");
-                assert_eq!(bias.get(0, 1, 2, 3), want[[0, 1, 2, 3]]);
+                assert_eq!(bias.get([0, 1, 2], 3), want[[0, 1, 2, 3]]);
             }
         }
     }
