@@ -24,14 +24,14 @@
 //! | attention of queries, keys and values, no layer | [`attention::forward`] |
 //! | who may attend to whom | [`Mask`]; [`BoundMask`] draws it |
 //! | which KV head a query head reads | [`HeadMap`] |
-//! | positions of tokens | [`Builder::rope`], [`Inputs::offset`] and [`position`] |
+//! | positions of tokens | [`Builder::rope`], [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
 //! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
 //! | what a call costs | [`Config::flops`] and [`inspect`] |
 #![cfg_attr(feature = "safetensors", doc = "| tensors from a file | [`io::Tensors`] |")]
 //!
 //! # The contract
 //!
-//! - **Formula.** `s = scale * q k^T`, soft cap, bias, mask, softmax (a sink adds to the denominator only), `context =
+//! - **Formula.** `s = scale * q k^T` (relative keys are part of `k`), soft cap, biases, mask, softmax (a sink adds to the denominator only), `context =
 //!   weights v`; in this order on every path. See [`attention`].
 //! - **Shapes.** Layers take `[batch, len, d_model]` or `[len, d_model]`, the core `[batch, heads, len, head_dim]`;
 //!   weights are `[in, out]`. Any strides are right, the standard layout is fast.

@@ -5,6 +5,7 @@
 mod common;
 
 use common::core::Core;
+use common::distances::Distances;
 use common::layer::Layer;
 use common::layout::LAYOUTS;
 use common::masks::{Rules, rules};
@@ -127,21 +128,19 @@ fn no_layer_call_panics() {
             scale: Some(scale),
             softcap: None,
             weights: Weights {
-                w_q: draws.array(w_q),
-                w_k: draws.array(w_k),
-                w_v: draws.array(w_v),
-                w_o: draws.array(w_o),
                 b_q,
                 b_k,
                 b_v,
                 b_o,
                 sinks,
+                ..Weights::new(draws.array(w_q), draws.array(w_k), draws.array(w_v), draws.array(w_o))
             },
             query: draws.array(query),
             key_value: key_value.map(|(key, value)| (draws.array(key), draws.array(value))),
             mask: rules.mask(),
             rope: positions.0,
             offsets: positions.1,
+            distances: Distances::default(),
         };
         let kv_len = key_value.map_or(query[1], |(key, _)| key[1]);
         agree_on(&layer, &query, [query[0], num_heads, query[1], kv_len]);
@@ -180,6 +179,7 @@ fn no_layer_that_fits_is_refused() {
             mask: Rules(Vec::new()).mask(),
             rope: (head_dim > 1).then(|| Rope::new(RopeStyle::HalfSplit, 100.0).dims(2)),
             offsets: [Some(5), None],
+            distances: Distances::default(),
         };
         layer.everywhere(|run| assert_eq!(run.answer.out.shape(), [2, len, 5]));
     });

@@ -78,7 +78,7 @@ fn b30_different_key_and_value_widths() {
     let (b_q, b_k, b_v, b_o) = (bias(4), bias(4), bias(4), bias(4));
     let w_q: Array2<f64> = draws.array((4, 4));
     let (w_k, w_v, w_o) = (draws.array((3, 4)), draws.array((2, 4)), draws.array((4, 4)));
-    let weights = Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks: None };
+    let weights = Weights { b_q, b_k, b_v, b_o, ..Weights::new(w_q, w_k, w_v, w_o) };
     let (query, key, value) = (draws.array((2, 5, 4)), draws.array((2, 6, 3)), draws.array((2, 6, 2)));
 
     // By hand: project each token, split the heads, attend, put the heads side by side, project.

@@ -6,9 +6,11 @@
 mod common;
 
 use common::core::Core;
+use common::distances::Distances;
 use common::gradients::named;
 use common::{Call, Keep, Precision, Seeded, Way};
 use multihead::ndarray::{Array1, Array2, Array4, ArrayD};
+use multihead::position::{Alibi, Buckets};
 use multihead::{HeadMap, Mask, Path};
 
 const ORACLE: Way = Way::new(Precision::F64, Path::Reference, Keep::Nothing);
@@ -27,6 +29,8 @@ fn parameter<'a>(core: &'a mut Core, name: &str) -> Vec<&'a mut f64> {
         "d_v" => core.v.iter_mut().collect(),
         "d_bias" => core.bias.iter_mut().flatten().collect(),
         "d_sinks" => core.sinks.iter_mut().flatten().collect(),
+        "d_relative_bias" => core.distances.bias.iter_mut().flat_map(|(_, table)| table).collect(),
+        "d_relative_keys" => core.distances.keys.iter_mut().flatten().collect(),
         other => panic!("{other} is no gradient"),
     }
 }
@@ -108,6 +112,34 @@ fn plain_gradients_are_slopes_for_every_combination_of_options() {
                 core.scale = (bits == 5).then_some(-0.8);
                 check_slopes(&format!("{heads}, {mask_name}, {bias_name}, options {bits:03b}"), &core, &d_context);
             }
+        }
+    }
+}
+
+#[test]
+fn plain_gradients_of_tables_are_slopes() {
+    let mut draws = Seeded(6);
+    let bias: Array4<f64> = draws.array((1, 4, Q_LEN, KV_LEN));
+    let tables: [(Buckets, Array2<f64>); 3] = [
+        (Buckets::Clipped { clip: 1 }, draws.array((3, 4)) * 4.0),
+        (Buckets::Clipped { clip: 9 }, draws.array((19, 4)) * 4.0),
+        (Buckets::T5 { count: 4, max_distance: 3 }, draws.array((4, 4)) * 4.0),
+    ];
+    for (mask_name, mask) in masks() {
+        for (bits, table) in (1..16).flat_map(|bits| tables.iter().map(move |table| (bits, table))) {
+            let (q, k, v) =
+                (draws.array((2, 4, Q_LEN, 3)), draws.array((2, 2, KV_LEN, 3)), draws.array((2, 2, KV_LEN, 2)));
+            let mut core = Core::new(q * 4.0, k, v).mask(mask.clone());
+            core.distances = Distances {
+                alibi: (bits & 1 != 0).then(|| Alibi::new(4)),
+                bias: (bits & 2 != 0).then(|| table.clone()),
+                keys: (bits & 4 != 0).then(|| draws.array(([1, 3, 5, 21][bits % 4], 3)) * 4.0),
+            };
+            core.softcap = (bits & 8 != 0).then_some(1.5);
+            core.bias = (bits % 3 == 0).then(|| bias.clone().into_dyn());
+            core.sinks = (bits % 5 == 0).then(|| draws.array(4));
+            let d_context = draws.array((2, 4, Q_LEN, 2));
+            check_slopes(&format!("{mask_name}, {:?}, options {bits:04b}", table.0), &core, &d_context);
         }
     }
 }

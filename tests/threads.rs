@@ -6,9 +6,11 @@
 mod common;
 
 use common::core::Core;
+use common::distances::Distances;
 use common::layer::Layer;
 use common::{Answer, Call, Keep, PATHS, Precision, Seeded, Way, assert_bits, gives_weights};
 use multihead::ndarray::{Array2, Axis, s};
+use multihead::position::{Alibi, Buckets};
 use multihead::{Level, Mask, Path, Rope, RopeStyle, Weights};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -22,7 +24,13 @@ fn core(len: usize) -> Core {
     let mut draws = Seeded(59);
     let (q, k, v) = (draws.array((2, 4, len, 64)), draws.array((2, 2, len, 64)), draws.array((2, 2, len, 64)));
     let core = Core::new(q * 8.0, k, v).mask(Mask::causal() & Mask::key_lengths(&[len, len - 5]));
-    core.bias(draws.array((1, 4, len, len))).sinks(draws.array(4))
+    let mut core = core.bias(draws.array((1, 4, len, len))).sinks(draws.array(4));
+    core.distances = Distances {
+        alibi: Some(Alibi::new(4)),
+        bias: Some((Buckets::T5 { count: 32, max_distance: 100 }, draws.array((32, 4)))),
+        keys: Some(draws.array((41, 64))),
+    };
+    core
 }
 
 fn layer() -> Layer {

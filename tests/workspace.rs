@@ -12,6 +12,7 @@ mod common;
 
 use common::{Keep, Precision, Seeded, Way, assert_bits, typed, widened};
 use multihead::ndarray::{Array2, Array3, Array4, s};
+use multihead::position::{Alibi, Buckets};
 use multihead::{
     Element, HeadMap, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Rope, RopeStyle, Workspace, attention,
 };
@@ -122,6 +123,8 @@ fn the_core_allocates_nothing_again() {
         let q: Array4<f32> = typed(&draws.array((BATCH, HEADS, len, 24)));
         let bias: Array4<f32> = typed(&draws.array((1, HEADS, len, len)));
         let sinks = typed(&draws.array(HEADS));
+        let (alibi, buckets) = (Alibi::new(HEADS), Buckets::T5 { count: 32, max_distance: 128 });
+        let (table, relative_keys) = (typed(&draws.array((32, HEADS))), typed(&draws.array((181, 24))));
         let maps = [
             ("grouped", 3, None),
             ("explicit", 4, Some(HeadMap::explicit(&[3, 0, 0, 2, 3, 3], 4).unwrap())),
@@ -135,13 +138,14 @@ fn the_core_allocates_nothing_again() {
                     let mut options = Options::new().mask(&mask);
                     if extras {
                         options = options.bias(&bias).unwrap().sinks(&sinks).softcap(5.0);
+                        options = options.alibi(&alibi).relative_bias(buckets, &table).relative_keys(&relative_keys);
                     }
                     if let Some(map) = &map {
                         options = options.heads(map);
                     }
                     let mut context = Array4::zeros((BATCH, HEADS, len, 20));
                     let mut workspace = Workspace::new();
-                    let what = format!("{len} queries, {map_name}, {mask_name}, bias, sinks and cap: {extras}");
+                    let what = format!("{len} queries, {map_name}, {mask_name}, biases, sinks and cap: {extras}");
                     allocates_nothing_again(&what, &pool, || {
                         attention::forward_into(&q, &k, &v, &options, &mut context, &mut workspace).unwrap();
                     });

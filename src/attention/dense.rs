@@ -10,6 +10,7 @@ use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayViewMut1, ArrayViewMut2, Axis, s};
 
 use super::Outputs;
+use super::distance::add_from_line;
 use super::problem::{Head, Problem};
 use crate::element::{Element, zeros};
 use crate::error::Result;
@@ -39,12 +40,14 @@ struct Item<'a, T> {
 pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_, T>) -> Result<()> {
     let dims = &problem.dims;
     let block_rows = (BLOCK_SCORES / dims.kv_len.max(1)).clamp(1, dims.q_len.max(1));
+    let distances = problem.rules.relative_keys.map_or(0, |keys| keys.view().nrows());
     parallel::try_for_each(items(problem, outputs, block_rows), dims.flop(), |item| {
         let mut scores = zeros("scores", "[rows, kv_len]", (block_rows, dims.kv_len))?;
+        let mut relative = zeros("relative_keys", "[rows, 2 clip + 1]", (block_rows, distances))?;
         for part in item.parts {
             let rows = part.context.nrows();
-            let scores = scores.slice_mut(s![..rows, ..]);
-            block(problem, &problem.head(item.entry, part.head), item.first_row, scores, part);
+            let scratch = [scores.slice_mut(s![..rows, ..]), relative.slice_mut(s![..rows, ..])];
+            block(problem, &problem.head(item.entry, part.head), item.first_row, scratch, part);
         }
         Ok(())
     })
@@ -94,12 +97,12 @@ fn parts<'a, T: Element>(
     parts
 }
 
-/// The rows `first_row..` of one query head. `scores: [rows, kv_len]` is scratch.
+/// The rows `first_row..` of one query head. `scores: [rows, kv_len]` and `relative: [rows, 2 clip + 1]` are scratch.
 fn block<T: Element>(
     problem: &Problem<'_, T>,
     head: &Head<'_, T>,
     first_row: usize,
-    mut scores: ArrayViewMut2<'_, T>,
+    [mut scores, mut relative]: [ArrayViewMut2<'_, T>; 2],
     mut part: Part<'_, T>,
 ) {
     let rows = scores.nrows();
@@ -108,8 +111,15 @@ fn block<T: Element>(
     part.context.fill(T::zero());
     let q = head.q.slice(s![first_row..first_row + rows, ..]);
     general_mat_mul(problem.rules.scale, &q, &head.k.t(), T::zero(), &mut scores);
+    if let Some(keys) = &problem.rules.relative_keys {
+        relative.fill(T::zero());
+        general_mat_mul(problem.rules.scale, &q, &keys.view().t(), T::zero(), &mut relative);
+    }
     for (r, mut row) in scores.outer_iter_mut().enumerate() {
         if let Some(row) = row.as_slice_mut() {
+            if let Some(line) = relative.row(r).as_slice() {
+                add_from_line(line, head.mask.position(first_row + r), 0, row);
+            }
             let row = softmax_row(problem, head, first_row + r, row);
             if let Some(lse) = &mut part.lse {
                 lse[r] = row;

@@ -44,6 +44,7 @@ pub(crate) fn add_from_line<T: Element>(line: &[T], position: i64, first: usize,
 }
 
 /// Adds each key of a row, from key `first` on, to the number that the line holds for its distance from `position`.
+#[cfg_attr(not(test), expect(dead_code, reason = "gradients are summed pair by pair until there is a tiled backward"))]
 pub(crate) fn add_to_line<T: Element>(row: &[T], position: i64, first: usize, line: &mut [T]) {
     let Pieces { keys, start } = pieces(reach(line), position, first, row.len());
     let sum = |row: &[T]| row.iter().fold(T::zero(), |sum, &x| sum + x);

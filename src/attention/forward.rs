@@ -9,7 +9,6 @@
 //! by the tile, see [`crate::Workspace`].
 
 use super::Outputs;
-use super::problem::Rules;
 use super::schedule::query_tile;
 use super::walk::{Call, Room, Rows, State, Walk};
 use super::workspace::{ItemSize, Scratch, Workspace};
@@ -38,8 +37,7 @@ pub(super) fn forward<'p, T: Element>(
     let workers = workspace.workers(parallel::workers(dims.flop(), deal.len()));
     // Which items a thread gets depends on time; what it has room for must not.
     let rows = query_tile.saturating_mul(heads.largest_group());
-    let Rules { bias, dropout, .. } = call.rules;
-    let size = ItemSize { rows, dims: *dims, biased: bias.is_some(), drops: dropout.is_some() };
+    let size = ItemSize::new(rows, *dims, call.rules);
     workers.iter_mut().try_for_each(|scratch| scratch.reserve(&size))?;
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {
@@ -59,10 +57,10 @@ fn item<'p, T: Element>(
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
     let walk = Walk::new(call, kernels, at);
     let (buffers, row_keys) = scratch.parts(&walk.size());
-    let [queries, context, maxima, sums, keys, values, scores, bias] = buffers;
+    let [queries, context, maxima, sums, keys, values, scores, bias, relative] = buffers;
     let mut state = State { context, maxima, sums };
     state.clear();
-    walk.run(walk.tiles(), &mut state, Room { queries, keys, values, scores, bias, row_keys });
+    walk.run(walk.tiles(), &mut state, Room { queries, keys, values, scores, bias, relative, row_keys });
     for row in 0..walk.rows() {
         let ((head, i), total) = (walk.row(row), walk.finish(row, &mut state));
         let lse = if block.wants_lse() { total.lse() } else { T::zero() };

@@ -13,10 +13,15 @@
 //! d_sink   = -sum_i exp(sink - lse[i]) D[i]
 //! ```
 //!
+//! The learned bias of a bucket gets `d_s` of all pairs in it, a relative key `scale d_x q[i]` of all pairs at its distance;
+//! queries get the relative keys besides `k[j]`.
+//!
 //! (Dao et al. 2022, <https://arxiv.org/abs/2205.14135>, appendix B.2.) The sums of keys and values run over all queries
 //! of all heads that read them.
 
-use ndarray::{Array1, Array4, ArrayRef3, ArrayRef4, ArrayView3, ArrayView4, ArrayViewMut1, ArrayViewMut4};
+use ndarray::{
+    Array1, Array2, Array4, ArrayRef3, ArrayRef4, ArrayView3, ArrayView4, ArrayViewMut1, ArrayViewMut2, ArrayViewMut4,
+};
 
 use super::problem::Problem;
 use super::{Dims, Options, Path, Workspace, reference_backward};
@@ -63,6 +68,10 @@ pub struct Gradients<T> {
     pub d_bias: Option<Array4<T>>,
     /// `[num_heads]`, if the call has sinks.
     pub d_sinks: Option<Array1<T>>,
+    /// `[buckets, num_heads]`, if the call has a learned bias by distance.
+    pub d_relative_bias: Option<Array2<T>>,
+    /// `[2 clip + 1, head_dim]`, if the call has relative keys.
+    pub d_relative_keys: Option<Array2<T>>,
 }
 
 impl<T: Element> Gradients<T> {
@@ -91,6 +100,14 @@ impl<T: Element> Gradients<T> {
             d_v: zeros("d_v", "[batch, num_kv_heads, kv_len, value_dim]", (batch, num_kv_heads, kv_len, value_dim))?,
             d_bias: d_bias.transpose()?,
             d_sinks: d_sinks.transpose()?,
+            d_relative_bias: match &options.relative_bias {
+                Some((_, table)) => Some(zeros("d_relative_bias", "[buckets, num_heads]", table.dim())?),
+                None => None,
+            },
+            d_relative_keys: match &options.relative_keys {
+                Some(keys) => Some(zeros("d_relative_keys", "[2 clip + 1, head_dim]", keys.dim())?),
+                None => None,
+            },
         })
     }
 
@@ -115,11 +132,15 @@ impl<T: Element> Gradients<T> {
             (Some(_), None) => return Err(Error::value("d_bias", "None without bias_gradient()", "an array")),
         }
         match (&self.d_sinks, options.sinks) {
-            (Some(d_sinks), Some(_)) => check_shape("d_sinks", "[num_heads]", [num_heads], d_sinks.shape()),
-            (None, None) => Ok(()),
-            (None, Some(_)) => Err(Error::value("d_sinks", "an array, since the call has sinks", "None")),
-            (Some(_), None) => Err(Error::value("d_sinks", "None for a call without sinks", "an array")),
+            (Some(d_sinks), Some(_)) => check_shape("d_sinks", "[num_heads]", [num_heads], d_sinks.shape())?,
+            (None, None) => {}
+            (None, Some(_)) => return Err(Error::value("d_sinks", "an array, since the call has sinks", "None")),
+            (Some(_), None) => return Err(Error::value("d_sinks", "None for a call without sinks", "an array")),
         }
+        let table = options.relative_bias.as_ref().map(|(_, table)| table.dim());
+        check_table("d_relative_bias", "[buckets, num_heads]", &self.d_relative_bias, table)?;
+        let keys = options.relative_keys.as_ref().map(|keys| keys.dim());
+        check_table("d_relative_keys", "[2 clip + 1, head_dim]", &self.d_relative_keys, keys)
     }
 
     /// The arrays as backward fills them.
@@ -130,7 +151,26 @@ impl<T: Element> Gradients<T> {
             d_v: self.d_v.view_mut(),
             d_bias: self.d_bias.as_mut().map(|d_bias| d_bias.view_mut()),
             d_sinks: self.d_sinks.as_mut().map(|d_sinks| d_sinks.view_mut()),
+            d_relative_bias: self.d_relative_bias.as_mut().map(|d_table| d_table.view_mut()),
+            d_relative_keys: self.d_relative_keys.as_mut().map(|d_keys| d_keys.view_mut()),
         }
+    }
+}
+
+/// Checks that the gradient of a learned table is there if the table is.
+fn check_table<T>(
+    name: &'static str,
+    axes: &'static str,
+    gradient: &Option<Array2<T>>,
+    table: Option<(usize, usize)>,
+) -> Result<()> {
+    match (gradient, table) {
+        (Some(gradient), Some((rows, columns))) => {
+            check_shape(name, axes, [Some(rows), Some(columns)], gradient.shape())
+        }
+        (None, None) => Ok(()),
+        (None, Some(_)) => Err(Error::value(name, "an array, since the call has such a table", "None")),
+        (Some(_), None) => Err(Error::value(name, "None for a call without such a table", "an array")),
     }
 }
 
@@ -141,13 +181,17 @@ pub(crate) struct GradientsMut<'a, T> {
     pub(crate) d_v: ArrayViewMut4<'a, T>,
     pub(crate) d_bias: Option<ArrayViewMut4<'a, T>>,
     pub(crate) d_sinks: Option<ArrayViewMut1<'a, T>>,
+    pub(crate) d_relative_bias: Option<ArrayViewMut2<'a, T>>,
+    pub(crate) d_relative_keys: Option<ArrayViewMut2<'a, T>>,
 }
 
 impl<T> GradientsMut<'_, T> {
     fn is_empty(&self) -> bool {
         let d_sinks = self.d_sinks.as_ref().is_none_or(|d_sinks| d_sinks.is_empty());
         let d_bias = self.d_bias.as_ref().is_none_or(|d_bias| d_bias.is_empty());
-        self.d_q.is_empty() && self.d_k.is_empty() && self.d_v.is_empty() && d_bias && d_sinks
+        let tables = [&self.d_relative_bias, &self.d_relative_keys];
+        let tables = tables.into_iter().flatten().all(|d_table| d_table.is_empty());
+        self.d_q.is_empty() && self.d_k.is_empty() && self.d_v.is_empty() && d_bias && d_sinks && tables
     }
 }
 

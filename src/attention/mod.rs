@@ -3,7 +3,7 @@
 //! For each batch entry and query head, with `j` over the keys that query `i` may see:
 //!
 //! ```text
-//! s[i, j] = scale * q[i] . k[j]
+//! s[i, j] = scale * q[i] . k[j]                     (with relative keys: k[j] + r[j - pos(i)])
 //! s[i, j] = softcap * tanh(s[i, j] / softcap)
 //! s[i, j] = s[i, j] + bias[i, j]                    (-inf hides the pair; an array, ALiBi, a learned table, or several)
 //! lse[i]  = ln(sum_j exp(s[i, j]) + exp(sink))
@@ -33,6 +33,7 @@ mod options;
 mod problem;
 mod reference;
 mod reference_backward;
+mod relative_keys;
 mod schedule;
 mod source;
 mod walk;
@@ -50,6 +51,7 @@ use crate::element::{Element, zeros};
 use crate::error::{Result, check_shape};
 pub(crate) use problem::{Dims, check_finite, check_scale, check_softcap};
 use problem::{Problem, Rules};
+pub(crate) use relative_keys::check_relative_keys;
 use source::Arrays;
 use walk::Call;
 
@@ -216,7 +218,7 @@ pub(crate) fn attend<T: Element>(
         // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
         return Ok(());
     }
-    problem.rules.lay_out(problem.dims, &mut lines)?;
+    problem.rules.lay_out(&problem.dims, &mut lines)?;
     match options.chosen_path()? {
         Path::Reference => reference::forward(&problem, outputs),
         Path::Dense => dense::forward(&problem, outputs),

@@ -159,6 +159,25 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
+    /// A learned key for each distance from `-clip` to `clip`, which a query meets together with the pair's own:
+    /// `s = scale * q[i] . (k[j] + r[clamp(j - pos(i))])`, before the soft cap. `keys: [2 clip + 1, head_dim]`, shared by
+    /// all heads.
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::{array, Array4}, Options};
+    /// let (q, k) = (Array4::<f32>::ones((1, 1, 2, 1)), Array4::zeros((1, 1, 2, 1)));
+    /// let keys = array![[0.0], [1.0], [3.0]]; // before the query, its own, behind it
+    /// let options = Options::new().relative_keys(&keys).weights();
+    /// let weights = attention::forward(&q, &k, &k, &options)?.weights.unwrap();
+    /// assert!((weights[[0, 0, 0, 1]] / weights[[0, 0, 0, 0]] - 2f32.exp()).abs() < 1e-5);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "relative_position_k")]
+    pub fn relative_keys(mut self, keys: &'a ArrayRef2<T>) -> Self {
+        self.relative_keys = Some(keys.view());
+        self
+    }
+
     /// `[num_heads]`: a logit for each query head that enters the softmax's denominator only, neither scaled nor
     /// masked. A sink of 0 is what others call quiet softmax or `add_zero_attn`.
     ///

@@ -4,8 +4,10 @@ use ndarray::{ArrayRef4, ArrayView1, ArrayView2, ArrayView4, s};
 use std::borrow::Cow;
 
 use super::Options;
-use super::bias::{Bias, ScoreRow};
+use super::bias::{Bias, ScoreRow, Table};
 use super::dropout::{Dropout, HeadDropout};
+use super::reference::dot;
+use super::relative_keys::RelativeKeys;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
@@ -46,6 +48,7 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) level: Level,
     mask: BoundMask<'a>,
     pub(crate) bias: Option<Bias<'a, T>>,
+    pub(crate) relative_keys: Option<RelativeKeys<'a, T>>,
     sinks: Option<ArrayView1<'a, T>>,
 }
 
@@ -71,6 +74,10 @@ impl<'a, T: Element> Rules<'a, T> {
             dropout: options.dropout.map_or(Ok(None), |(rate, seed)| Dropout::new(rate, seed))?,
             level: options.level.map_or_else(|| Ok(Level::best()), check_level)?,
             bias: Bias::new(options, dims, &mask)?,
+            relative_keys: match &options.relative_keys {
+                Some(keys) => Some(RelativeKeys::new(keys.view(), dims.head_dim, &mask)?),
+                None => None,
+            },
             mask,
             sinks: options.sinks.as_ref().map(|sinks| check_sinks(sinks.view(), num_heads)).transpose()?,
         })
@@ -78,9 +85,29 @@ impl<'a, T: Element> Rules<'a, T> {
 }
 
 impl<'a, T: Element> Rules<'a, T> {
-    /// Prepares biases whose rows are copied, in `room`; without it they are looked up pair by pair.
-    pub(crate) fn lay_out(&mut self, dims: Dims, room: &'a mut Vec<T>) -> Result<()> {
-        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims, &self.mask, room))
+    /// Prepares what depends on distances, in `room`. Without it, biases are looked up pair by pair.
+    pub(crate) fn lay_out(&mut self, dims: &Dims, room: &'a mut Vec<T>) -> Result<()> {
+        if self.bias.is_none() && self.relative_keys.is_none() {
+            return Ok(());
+        }
+        let farthest = self.farthest(dims);
+        if let Some(keys) = &mut self.relative_keys {
+            keys.trim(farthest);
+        }
+        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims.num_heads, farthest, room))
+    }
+
+    /// A distance that no pair of the call exceeds.
+    fn farthest(&self, dims: &Dims) -> usize {
+        let of_entry = |entry: usize| {
+            let mask = self.mask.head(entry, 0);
+            let (first, last) = (mask.position(0), mask.position(dims.q_len.saturating_sub(1)));
+            // No array is as long as the largest number.
+            let last_key = i64::try_from(dims.kv_len).unwrap_or(i64::MAX / 8);
+            last.unsigned_abs().max(last_key.abs_diff(first))
+        };
+        let farthest = (0..dims.batch).map(of_entry).max().unwrap_or(0);
+        usize::try_from(farthest).unwrap_or(usize::MAX)
     }
 }
 
@@ -137,6 +164,7 @@ impl<'a, T: Element> Problem<'a, T> {
             v: self.v.slice_move(s![entry, kv_head, .., ..]),
             mask: self.rules.mask.head(entry, head),
             bias: self.rules.bias,
+            relative_keys: self.rules.relative_keys,
             at: [entry, head],
             sink: self.rules.sink(head),
             dropout: self.rules.dropout.map(|dropout| dropout.head(entry, head)),
@@ -155,13 +183,30 @@ pub(crate) struct Head<'a, T> {
     pub(crate) v: ArrayView2<'a, T>,
     pub(crate) mask: HeadMask<'a>,
     bias: Option<Bias<'a, T>>,
+    relative_keys: Option<RelativeKeys<'a, T>>,
     /// Batch entry and query head.
     at: [usize; 2],
     pub(crate) sink: Option<T>,
     pub(crate) dropout: Option<HeadDropout<T>>,
 }
 
-impl<T: Element> Head<'_, T> {
+impl<'a, T: Element> Head<'a, T> {
+    /// The key that query i meets besides key j.
+    pub(crate) fn relative_key(&self, i: usize, j: usize) -> Option<ArrayView1<'a, T>> {
+        self.relative_keys.map(|keys| keys.key(j as i64 - self.mask.position(i)))
+    }
+
+    /// The learned bias by distance.
+    pub(crate) fn table(&self) -> Option<&Table<'a, T>> {
+        self.bias.as_ref().and_then(Bias::table)
+    }
+
+    /// The product of query i with key j and the key of their distance.
+    pub(crate) fn product(&self, i: usize, j: usize) -> T {
+        let (q, product) = (self.q.row(i), dot(self.q.row(i), self.k.row(j)));
+        self.relative_key(i, j).map_or(product, |key| product + dot(q, key))
+    }
+
     /// The keys that query i sees, in ascending order, with what the bias adds to each; mask and bias can hide a pair.
     pub(crate) fn visible(&self, i: usize) -> impl Iterator<Item = (usize, T)> + '_ {
         let [entry, head] = self.at;

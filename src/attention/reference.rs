@@ -2,7 +2,7 @@
 //!
 //! One query at a time, in four numbered passes over the keys that it sees:
 //!
-//! 1. scores: `s[j] = scale * q . k[j]`, soft cap, bias
+//! 1. scores: `s[j] = scale * q . k[j]` (relative keys besides `k[j]`), soft cap, bias
 //! 2. maximum: `m = max_j s[j]`, so that no exponential overflows
 //! 3. sum: `total = sum_j exp(s[j] - m)`, the sink's share included; `lse = m + ln(total)`
 //! 4. context: `sum_j (exp(s[j] - m) / total) * v[j]`, some of the weights dropped
@@ -53,7 +53,7 @@ fn query<T: Element>(
 
     // 1. scores
     for (j, bias) in visible() {
-        let mut score = problem.rules.scale * dot(head.q.row(i), head.k.row(j));
+        let mut score = problem.rules.scale * head.product(i, j);
         if let Some(softcap) = problem.rules.softcap {
             score = softcap * (score / softcap).tanh();
         }

@@ -26,6 +26,9 @@ pub(super) fn backward<T: Element>(call: &Differentiated<'_, T>, mut gradients: 
     if let Some(d_sinks) = &mut gradients.d_sinks {
         d_sinks.fill(T::zero());
     }
+    for d_table in [&mut gradients.d_relative_bias, &mut gradients.d_relative_keys].into_iter().flatten() {
+        d_table.fill(T::zero());
+    }
     let dims = &call.problem.dims;
     for entry in 0..dims.batch {
         for head in 0..dims.num_heads {
@@ -52,7 +55,7 @@ fn query<T: Element>(call: &Differentiated<'_, T>, at: [usize; 3], gradients: &m
     for (j, bias) in head.visible(i) {
         // 2. probability
         let (q, k, v) = (head.q.row(i), head.k.row(j), head.v.row(j));
-        let score = rules.scale * dot(q, k);
+        let score = rules.scale * head.product(i, j);
         let (capped, slope) = match rules.softcap {
             None => (score, T::one()),
             Some(softcap) => {
@@ -70,10 +73,18 @@ fn query<T: Element>(call: &Differentiated<'_, T>, at: [usize; 3], gradients: &m
             let at = [index(0, entry), index(1, head_index), index(2, i), index(3, j)];
             d_bias[at] += d_score;
         }
+        let distance = j as i64 - head.mask.position(i);
+        if let (Some(d_table), Some(table)) = (&mut gradients.d_relative_bias, head.table()) {
+            d_table[[table.bucket(distance), head_index]] += d_score;
+        }
         let d_product = rules.scale * (d_score * slope);
         add(gradients.d_v.slice_mut(s![entry, kv_head, j, ..]), p * kept, d_context);
         add(gradients.d_k.slice_mut(s![entry, kv_head, j, ..]), d_product, q);
         add(gradients.d_q.slice_mut(s![entry, head_index, i, ..]), d_product, k);
+        if let (Some(d_keys), Some(keys)) = (&mut gradients.d_relative_keys, &rules.relative_keys) {
+            add(d_keys.row_mut(keys.row(distance)), d_product, q);
+            add(gradients.d_q.slice_mut(s![entry, head_index, i, ..]), d_product, keys.key(distance));
+        }
     }
 
     // 4. sink

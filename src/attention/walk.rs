@@ -16,12 +16,14 @@
 use std::ops::Range;
 
 use super::bias::{Bias, ScoreRow};
+use super::distance::add_from_line;
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
+use super::relative_keys::RelativeKeys;
 use super::source::{Packed, Source};
 use super::workspace::ItemSize;
 use crate::element::Element;
-use crate::kernels::{Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, RowKey, Scoring};
+use crate::kernels::{Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Queries, RowKey, Scoring};
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
 
@@ -93,6 +95,8 @@ pub(super) struct Room<'s, T> {
     pub(super) scores: &'s mut [T],
     /// `[6][64]`, if there is a bias.
     pub(super) bias: &'s mut [T],
+    /// `[rows][2 clip + 1]`, if there are relative keys.
+    pub(super) relative: &'s mut [T],
     /// `[rows]`, if there is dropout.
     pub(super) row_keys: &'s mut Vec<RowKey>,
 }
@@ -135,8 +139,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// What the walk needs room for.
     pub(super) fn size(&self) -> ItemSize {
-        let Rules { bias, dropout, .. } = self.call.rules;
-        ItemSize { rows: self.rows, dims: self.call.dims, biased: bias.is_some(), drops: dropout.is_some() }
+        ItemSize::new(self.rows, self.call.dims, self.call.rules)
     }
 
     /// The query head and the position of a row: positions ascend, so that a group of rows spans few of them.
@@ -170,10 +173,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
         let Call { dims, rules, .. } = self.call;
         let width = self.size().width();
-        let Room { queries, keys, values, scores, bias, row_keys } = room;
+        let Room { queries, keys, values, scores, bias, relative, row_keys } = room;
         self.pack_queries(queries);
         if let Some(dropout) = &rules.dropout {
             self.fill_row_keys(dropout, row_keys);
+        }
+        if let Some(from) = &rules.relative_keys {
+            self.relative_products(from, queries, [&mut *keys, &mut *scores], relative);
         }
         let factor = split_scale(rules.scale).1;
         for tile in tiles {
@@ -216,7 +222,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                         drops: dropout.drops,
                     }),
                 };
-                self.kernels.attend(&mut group, &tile, &scoring);
+                self.kernels.scores(&mut group, &tile);
+                if let Some(from) = &rules.relative_keys {
+                    self.add_relative(from, rows.clone(), range.clone(), relative, group.p);
+                }
+                self.kernels.weigh(&mut group, &tile, &scoring);
             }
         }
     }
@@ -244,6 +254,46 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let (visible, beyond) = to.split_at_mut(keys.len());
             from.copy(self.score_row(head, i), keys.start, visible);
             beyond.fill(T::zero());
+        }
+    }
+
+    /// `[rows][2 clip + 1]`: the products of the packed queries with the relative keys, packed tile by tile like others.
+    fn relative_products(
+        &self,
+        from: &RelativeKeys<'_, T>,
+        queries: &[T],
+        [panels, scores]: [&mut [T]; 2],
+        to: &mut [T],
+    ) {
+        let (keys, head_dim) = (from.view(), self.call.dims.head_dim);
+        let distances = keys.nrows();
+        for first in (0..distances).step_by(KEYS) {
+            let count = KEYS.min(distances - first);
+            self.kernels.pack_panels(keys.slice(s![first..first + count, ..]), panels);
+            for row in (0..self.rows).step_by(MAX_ROWS) {
+                let rows = MAX_ROWS.min(self.rows - row);
+                let group = Queries { rows, head_dim, q: &queries[row * head_dim..], q_row: head_dim };
+                self.kernels.products(&group, panels, 0..count.div_ceil(PANEL), scores);
+                let lines = to[row * distances..].chunks_exact_mut(distances).zip(scores.chunks_exact(KEYS));
+                lines.take(rows).for_each(|(to, products)| to[first..][..count].copy_from_slice(&products[..count]));
+            }
+        }
+    }
+
+    /// Adds to the products `[rows][64]` of a tile those with the relative keys.
+    fn add_relative(
+        &self,
+        from: &RelativeKeys<'_, T>,
+        rows: Range<usize>,
+        keys: Range<usize>,
+        lines: &[T],
+        to: &mut [T],
+    ) {
+        let distances = from.view().nrows();
+        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
+            let (head, i) = self.row(row);
+            let position = self.score_row(head, i).position;
+            add_from_line(&lines[row * distances..][..distances], position, keys.start, &mut to[..keys.len()]);
         }
     }
 

@@ -1,6 +1,6 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
-use super::problem::Dims;
+use super::problem::{Dims, Rules};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, RowKey, aligned, reserve};
@@ -15,7 +15,7 @@ use crate::position::RopeTable;
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64
 /// in `f32`. The other paths allocate in each call.
 ///
-/// A learned bias by distance takes `num_heads * (2 d + 1)` numbers, where d is the distance from where on it is the same.
+/// With relative keys, an item takes a number more for each row and distance. A learned bias by distance takes `num_heads * (2 d + 1)` numbers, where d is the distance from where on it is the same.
 ///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
@@ -77,7 +77,7 @@ impl<T: Element> Workspace<T> {
 /// The scratch of one thread.
 #[derive(Debug)]
 pub(super) struct Scratch<T> {
-    buffers: [Vec<T>; 8],
+    buffers: [Vec<T>; 9],
     /// For the dropout, one for each row.
     row_keys: Vec<RowKey>,
 }
@@ -95,17 +95,25 @@ pub(super) struct ItemSize {
     pub(super) dims: Dims,
     pub(super) biased: bool,
     pub(super) drops: bool,
+    /// Relative keys that there are.
+    pub(super) distances: usize,
 }
 
 impl ItemSize {
+    pub(super) fn new<T: Element>(rows: usize, dims: Dims, rules: &Rules<'_, T>) -> Self {
+        let Rules { bias, dropout, relative_keys, .. } = rules;
+        let distances = relative_keys.map_or(0, |keys| keys.view().nrows());
+        Self { rows, dims, biased: bias.is_some(), drops: dropout.is_some(), distances }
+    }
+
     /// Width of the rows of context and values.
     pub(super) fn width(&self) -> usize {
         self.dims.value_dim.div_ceil(PANEL).saturating_mul(PANEL)
     }
 
-    /// Queries, context, maxima, sums, keys, values, scores, bias; see `forward.rs` for what is in them.
-    fn lengths(&self) -> [usize; 8] {
-        let Self { rows, dims: Dims { head_dim, .. }, biased, .. } = *self;
+    /// Queries, context, maxima, sums, keys, values, scores, bias, relative; see `walk.rs` for what is in them.
+    fn lengths(&self) -> [usize; 9] {
+        let Self { rows, dims: Dims { head_dim, .. }, biased, distances, .. } = *self;
         let (width, tile) = (self.width(), MAX_ROWS * KEYS);
         [
             rows.saturating_mul(head_dim),
@@ -116,6 +124,7 @@ impl ItemSize {
             width.saturating_mul(KEYS),
             tile,
             usize::from(biased) * tile,
+            rows.saturating_mul(distances),
         ]
     }
 }
@@ -137,7 +146,7 @@ impl<T: Element> Scratch<T> {
     }
 
     /// The buffers of [`ItemSize::lengths`], with whatever they hold, and room for the key of each row.
-    pub(super) fn parts(&mut self, size: &ItemSize) -> ([&mut [T]; 8], &mut Vec<RowKey>) {
+    pub(super) fn parts(&mut self, size: &ItemSize) -> ([&mut [T]; 9], &mut Vec<RowKey>) {
         let mut lengths = size.lengths().into_iter();
         (self.buffers.each_mut().map(|buffer| aligned(buffer, lengths.next().unwrap_or(0))), &mut self.row_keys)
     }

@@ -62,7 +62,7 @@ pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use real::Real;
 pub(crate) use scratch::{aligned, reserve};
-pub(crate) use step::{Finite, Group, KeyTile, Scoring};
+pub(crate) use step::{Finite, Group, KeyTile, Queries, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::MAX_ROWS;
 

@@ -39,6 +39,17 @@ pub(crate) struct Group<'a, T> {
     pub(crate) p: &'a mut [T],
 }
 
+/// Some queries.
+#[derive(Debug)]
+pub(crate) struct Queries<'a, T> {
+    /// At most [`MAX_ROWS`].
+    pub(crate) rows: usize,
+    pub(crate) head_dim: usize,
+    /// `[rows][q_row]`, of which `head_dim` elements are used.
+    pub(crate) q: &'a [T],
+    pub(crate) q_row: usize,
+}
+
 /// A packed tile of at most 64 keys.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyTile<'a, T> {
@@ -81,8 +92,7 @@ pub(crate) struct Scoring<'a, T> {
 impl<T> KeyTile<'_, T> {
     /// The keys of the panels: a range within 0..64.
     fn range(&self) -> Range<usize> {
-        let end = self.panels.end.min(KEYS / PANEL) * PANEL;
-        (self.panels.start.min(KEYS / PANEL) * PANEL).min(end)..end
+        columns(&self.panels)
     }
 
     /// The width, which is a multiple of 16 whatever the caller wrote.
@@ -98,8 +108,14 @@ impl<T: Real> Kernels<T> {
     /// Scores, softmax, dropout and values of one group against one tile.
     ///
     /// Keys that do not exist (the tile's last panel may be padded) must be hidden by `visible`.
+    #[cfg(test)]
     pub(crate) fn attend(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, scoring: &Scoring<'_, T>) {
         self.scores(group, tile);
+        self.weigh(group, tile, scoring);
+    }
+
+    /// Softmax, dropout and values, from the scores that `p` holds.
+    pub(crate) fn weigh(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, scoring: &Scoring<'_, T>) {
         let visible = self.softmax(group, tile, scoring);
         if let Some(dropped) = &scoring.dropout {
             self.dropout(dropped, group.p, Into::Multiply);
@@ -109,28 +125,35 @@ impl<T: Real> Kernels<T> {
 
     /// `p = q k^T` for the keys of the panels.
     pub(crate) fn scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
-        let (rows, keys) = (group.rows.min(MAX_ROWS), tile.range());
+        let Group { rows, head_dim, q, q_row, .. } = *group;
+        self.products(&Queries { rows, head_dim, q, q_row }, tile.keys, tile.panels.clone(), group.p);
+    }
+
+    /// `p = q k^T` for some panels of `keys: [panels][head_dim][16]`; `p: [rows][64]`, whose other columns stay.
+    pub(crate) fn products(&self, queries: &Queries<'_, T>, keys: &[T], panels: Range<usize>, p: &mut [T]) {
+        let Queries { rows, head_dim, q, q_row } = *queries;
+        let (rows, columns) = (rows.min(MAX_ROWS), columns(&panels));
         if rows == 0 {
             return;
         }
-        let panel = group.head_dim.saturating_mul(PANEL);
-        let q = &group.q[..extent(rows, group.q_row, group.head_dim)];
-        let k = &tile.keys[..(keys.end / PANEL).saturating_mul(panel)];
-        let p = &mut group.p[..rows * KEYS];
-        // SAFETY: rows is in 1..=6. The slices above hold every row of `q`, every panel up to `keys.end` and every row
-        // of `p`; `keys` is a range of whole panels within the 64 columns of `p`.
+        let panel = head_dim.saturating_mul(PANEL);
+        let q = &q[..extent(rows, q_row, head_dim)];
+        let k = &keys[..(columns.end / PANEL).saturating_mul(panel)];
+        let p = &mut p[..rows * KEYS];
+        // SAFETY: rows is in 1..=6. The slices above hold every row of `q`, every panel up to `columns.end` and every row
+        // of `p`; `columns` is a range of whole panels within the 64 columns of `p`.
         unsafe {
             (self.tile)(&Tile {
                 rows,
-                n: keys.len(),
-                k: group.head_dim,
+                n: columns.len(),
+                k: head_dim,
                 a: q.as_ptr(),
-                a_row: group.q_row,
+                a_row: q_row,
                 a_k: 1,
-                b: k.as_ptr().wrapping_add(keys.start / PANEL * panel),
+                b: k.as_ptr().wrapping_add(columns.start / PANEL * panel),
                 b_panel: panel,
                 b_k: PANEL,
-                c: p.as_mut_ptr().add(keys.start),
+                c: p.as_mut_ptr().add(columns.start),
                 c_row: KEYS,
                 start: Start::Zero,
             });
@@ -224,6 +247,12 @@ impl<T: Real> Kernels<T> {
             },
         }
     }
+}
+
+/// The columns of panels of a tile: a range within 0..64.
+fn columns(panels: &Range<usize>) -> Range<usize> {
+    let end = panels.end.min(KEYS / PANEL) * PANEL;
+    (panels.start.min(KEYS / PANEL) * PANEL).min(end)..end
 }
 
 /// Elements of `rows` rows that begin `row` apart and use `width` elements each; more than any slice has on overflow.

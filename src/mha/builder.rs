@@ -61,6 +61,7 @@ pub struct Builder<T> {
     rope: Option<Rope>,
     alibi: Option<Slopes>,
     relative_bias: Option<Buckets>,
+    clip: Option<usize>,
     seed: u64,
     init: Init,
     element: PhantomData<T>,
@@ -84,6 +85,7 @@ impl<T: Element> Builder<T> {
             rope: None,
             alibi: None,
             relative_bias: None,
+            clip: None,
             seed: 0,
             init: Init::default(),
             element: PhantomData,
@@ -294,6 +296,21 @@ impl<T: Element> Builder<T> {
         self
     }
 
+    /// A learned key for each distance from `-clip` to `clip`, see [`crate::Options::relative_keys`]. A new table holds
+    /// zeros.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).relative_keys(16).build()?;
+    /// assert_eq!(mha.weights().relative_keys.as_ref().map(|keys| keys.dim()), Some((33, 8)));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "max_relative_position")]
+    pub fn relative_keys(mut self, clip: usize) -> Self {
+        self.clip = Some(clip);
+        self
+    }
+
     /// Seed of the initial weights.
     ///
     /// ```
@@ -360,7 +377,13 @@ impl<T: Element> Builder<T> {
                 }
                 None => None,
             },
-            relative_keys: None,
+            relative_keys: match self.clip {
+                Some(clip) => {
+                    let shape = (clip.saturating_mul(2).saturating_add(1), config.head_dim);
+                    Some(zeros("relative_keys", "[2 clip + 1, head_dim]", shape)?)
+                }
+                None => None,
+            },
         };
         Ok(MultiHeadAttention { config, weights })
     }

@@ -3,6 +3,7 @@
 use ndarray::{Array1, Array2};
 
 use super::Config;
+use crate::attention::check_relative_keys;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 
@@ -96,6 +97,9 @@ impl<T: Element> Weights<T> {
 
     /// The learned tables of distances.
     fn check_tables(&self, config: &Config) -> Result<()> {
+        if let Some(keys) = &self.relative_keys {
+            check_relative_keys(keys.shape(), config.head_dim)?;
+        }
         match (&self.relative_bias, &config.relative_bias) {
             (Some(table), Some(buckets)) => {
                 let expected = [Some(buckets.count()), Some(config.heads.num_heads())];

@@ -4,15 +4,15 @@
 //! JSON objects with the largest absolute error of each answer; `note` is for people.
 //! Tensors: the inputs by name, and the answers as `want.NAME`. Whatever is unknown is an error, never passed over.
 
-use multihead::ndarray::{
-    Array, Array1, Array3, Array4, ArrayD, Axis, Dimension, Ix1, Ix2, Ix3, Ix4, IxDyn, concatenate,
-};
+use multihead::ndarray::{Array, Array1, Array3, Array4, ArrayD, Axis, Dimension, Ix1, Ix3, Ix4, IxDyn, concatenate};
+use multihead::position::Alibi;
 use multihead::{HeadMap, Mask, Rope, RopeStyle, Weights};
 use safetensors::tensor::{Dtype, SafeTensors};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 use super::core::Core;
+use super::distances::Distances;
 use super::layer::Layer;
 
 /// Why a case cannot be used.
@@ -20,7 +20,7 @@ pub(crate) type Fault = String;
 
 /// What the crate cannot do yet, left out: layers with these config keys set, and answers of an op that begin so.
 /// Whoever brings a part takes it out of here.
-pub(crate) const LEFT_OUT_CONFIG: [&str; 1] = ["alibi"];
+pub(crate) const LEFT_OUT_CONFIG: [&str; 0] = [];
 pub(crate) const LEFT_OUT_ANSWERS: [(Op, &str); 1] = [(Op::Layer, "d_")];
 
 const METADATA: [&str; 5] = ["op", "config", "tolerance", "tolerance_f64", "note"];
@@ -163,15 +163,16 @@ impl Case {
             }
         }
         let weights = Weights {
-            w_q: self.need::<Ix2>("w_q")?,
-            w_k: self.need("w_k")?,
-            w_v: self.need("w_v")?,
-            w_o: self.need("w_o")?,
             b_q: self.input("b_q")?,
             b_k: self.input("b_k")?,
             b_v: self.input("b_v")?,
             b_o: self.input("b_o")?,
-            sinks: None,
+            ..Weights::new(self.need("w_q")?, self.need("w_k")?, self.need("w_v")?, self.need("w_o")?)
+        };
+        let alibi = match self.config.get("alibi") {
+            None | Some(Value::Null | Value::Bool(false)) => None,
+            Some(Value::Bool(true)) => Some(Alibi::new(size("num_heads")?)),
+            Some(other) => return Err(format!("config alibi: unknown {other}")),
         };
         let key_value = match (self.input::<Ix3>("key")?, self.input::<Ix3>("value")?) {
             (None, None) => None,
@@ -192,6 +193,7 @@ impl Case {
             mask: self.mask()?,
             rope: self.rope()?,
             offsets: self.offsets()?,
+            distances: Distances { alibi, ..Distances::default() },
         })
     }
 

@@ -3,6 +3,7 @@
 use multihead::ndarray::{Array, Array1, Array2, Array4, ArrayD, Axis, Dimension};
 use multihead::{Element, HeadMap, Mask, Options, Result, Workspace, attention};
 
+use super::distances::Distances;
 use super::layout::Layout;
 use super::{Answer, Call, Way, typed, widened};
 
@@ -21,6 +22,7 @@ pub(crate) struct Core {
     pub(crate) heads: Option<HeadMap>,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
+    pub(crate) distances: Distances,
     /// Rate and seed.
     pub(crate) dropout: Option<(f64, u64)>,
     /// Of q, k, v and of the array that `forward_into` fills.
@@ -39,6 +41,7 @@ impl Core {
             heads: None,
             scale: None,
             softcap: None,
+            distances: Distances::default(),
             dropout: None,
             layouts: [Layout::Standard; 4],
         }
@@ -111,7 +114,8 @@ impl Core {
         let stored = [self.layouts[0].store(&self.q), self.layouts[1].store(&self.k), self.layouts[2].store(&self.v)];
         let bias = self.bias.as_ref().map(|bias| typed(bias));
         let sinks = self.sinks.as_ref().map(|sinks| typed(sinks));
-        let mut options = way.choose(Options::new().mask(&self.mask));
+        let distances = self.distances.typed();
+        let mut options = distances.choose(way.choose(Options::new().mask(&self.mask)));
         if let Some(bias) = &bias {
             options = options.bias(bias)?;
         }

@@ -42,6 +42,8 @@ impl Core {
                 d_v: widened(&gradients.d_v),
                 d_bias: gradients.d_bias.map(|d_bias| widened(&d_bias)),
                 d_sinks: gradients.d_sinks.map(|d_sinks| widened(&d_sinks)),
+                d_relative_bias: gradients.d_relative_bias.map(|d_table| widened(&d_table)),
+                d_relative_keys: gradients.d_relative_keys.map(|d_keys| widened(&d_keys)),
             })
         })
     }
@@ -80,10 +82,12 @@ impl Core {
 
 /// The gradients by name, those that there are.
 pub(crate) fn named(gradients: &Gradients<f64>) -> Vec<(&'static str, multihead::ndarray::ArrayD<f64>)> {
-    let Gradients { d_q, d_k, d_v, d_bias, d_sinks } = gradients.clone();
+    let Gradients { d_q, d_k, d_v, d_bias, d_sinks, d_relative_bias, d_relative_keys } = gradients.clone();
     let mut named = vec![("d_q", d_q.into_dyn()), ("d_k", d_k.into_dyn()), ("d_v", d_v.into_dyn())];
     named.extend(d_bias.map(|d_bias| ("d_bias", d_bias.into_dyn())));
     named.extend(d_sinks.map(|d_sinks| ("d_sinks", d_sinks.into_dyn())));
+    named.extend(d_relative_bias.map(|d_table| ("d_relative_bias", d_table.into_dyn())));
+    named.extend(d_relative_keys.map(|d_keys| ("d_relative_keys", d_keys.into_dyn())));
     named
 }
 

@@ -3,6 +3,7 @@
 use multihead::ndarray::{Array, Array2, Array3, ArrayD, Dimension};
 use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Rope, Weights, Workspace};
 
+use super::distances::Distances;
 use super::{Answer, Call, Way, typed, widened};
 
 /// A layer and its inputs, in `f64`.
@@ -24,6 +25,8 @@ pub(crate) struct Layer {
     pub(crate) rope: Option<Rope>,
     /// Positions of query 0 and key 0.
     pub(crate) offsets: [Option<usize>; 2],
+    /// The tables replace those of the weights.
+    pub(crate) distances: Distances,
 }
 
 impl Layer {
@@ -44,6 +47,7 @@ impl Layer {
             mask: Mask::none(),
             rope: None,
             offsets: [None; 2],
+            distances: Distances::default(),
         }
     }
 
@@ -93,6 +97,12 @@ impl Layer {
         if let Some(rope) = self.rope {
             builder = builder.rope(rope);
         }
+        if let Some(alibi) = &self.distances.alibi {
+            builder = builder.alibi_slopes(alibi.clone());
+        }
+        if let Some((buckets, _)) = &self.distances.bias {
+            builder = builder.relative_bias(*buckets);
+        }
         builder.from_weights(Weights {
             w_q: typed(&w.w_q),
             w_k: typed(&w.w_k),
@@ -103,6 +113,8 @@ impl Layer {
             b_v: optional(&w.b_v),
             b_o: optional(&w.b_o),
             sinks: optional(&w.sinks),
+            relative_bias: self.distances.bias.as_ref().map(|(_, table)| typed(table)),
+            relative_keys: optional(&self.distances.keys),
         })
     }
 

@@ -101,6 +101,25 @@ impl Rules {
         (agree || !self.0.iter().any(Rule::is_window)).then_some(first)
     }
 
+    /// What distances count from; `None` if there are causal rules that disagree.
+    pub(crate) fn common_align(&self) -> Option<Align> {
+        let mut aligns = self.0.iter().filter_map(Rule::align);
+        let first = aligns.next().unwrap_or(Align::BottomRight);
+        aligns.all(|other| other == first).then_some(first)
+    }
+
+    /// The key position of query i.
+    pub(crate) fn position(&self, [_, _, q_len, kv_len]: Dims, entry: usize, i: usize) -> i128 {
+        let end = self.0.iter().filter_map(|rule| rule.key_range(entry)).map(|range| (range.start, range.end));
+        // Ranges that do not meet end where they start.
+        let (start, end) = end.fold((0, kv_len), |(start, end), range| (start.max(range.0), end.min(range.1)));
+        let queries = self.0.iter().filter_map(|rule| rule.queries(entry)).min().unwrap_or(q_len);
+        match self.common_align() {
+            Some(Align::Offset(offset)) => i as i128 + offset as i128,
+            _ => i as i128 + start.max(end) as i128 - queries as i128,
+        }
+    }
+
     /// Whether a rule means the same alone and together with the others: a key range moves the bottom-right position,
     /// query lengths do too, and a causal rule moves a window.
     pub(crate) fn are_independent(&self) -> bool {

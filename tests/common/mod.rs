@@ -5,6 +5,7 @@
 
 pub(crate) mod cases;
 pub(crate) mod core;
+pub(crate) mod distances;
 pub(crate) mod gradients;
 pub(crate) mod layer;
 pub(crate) mod layout;

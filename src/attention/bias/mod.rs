@@ -60,15 +60,16 @@ impl<'a, T: Element> Bias<'a, T> {
         Ok(some.then_some(Self { dense, alibi: options.alibi, slopes: &[], table }))
     }
 
-    /// Prepares what is looked up row by row, in `room`, for a call of these lengths.
-    pub(super) fn lay_out(&mut self, dims: Dims, mask: &BoundMask<'_>, room: &'a mut Vec<T>) -> Result<()> {
+    /// Prepares what is looked up row by row, in `room`, for a call of so many query heads.
+    /// No distance of it is larger than `farthest`.
+    pub(super) fn lay_out(&mut self, num_heads: usize, farthest: usize, room: &'a mut Vec<T>) -> Result<()> {
         room.clear();
-        let heads = if self.alibi.is_some() { dims.num_heads } else { 0 };
+        let heads = if self.alibi.is_some() { num_heads } else { 0 };
         let too_large = || Error::TooLarge { argument: "alibi slopes", axes: "[num_heads]", got: vec![heads] };
         room.try_reserve_exact(heads).map_err(|_| too_large())?;
         room.extend((0..heads).map(|head| self.slope(head)));
         if let Some(table) = &mut self.table {
-            table.write_lines(farthest(dims, mask), room)?;
+            table.write_lines(farthest, room)?;
         }
         let (slopes, lines) = room.split_at(heads);
         self.slopes = slopes;
@@ -123,16 +124,4 @@ impl<'a, T: Element> Bias<'a, T> {
             table.add(head, position, first, to);
         }
     }
-}
-
-/// A distance that no pair of the call exceeds.
-fn farthest(dims: Dims, mask: &BoundMask<'_>) -> usize {
-    let far = |entry: usize| {
-        let mask = mask.head(entry, 0);
-        let (first, last) = (mask.position(0), mask.position(dims.q_len.saturating_sub(1)));
-        let last_key = i64::try_from(dims.kv_len).unwrap_or(i64::MAX / 8);
-        last.unsigned_abs().max(last_key.abs_diff(first))
-    };
-    let farthest = (0..dims.batch).map(far).max().unwrap_or(0);
-    usize::try_from(farthest).unwrap_or(usize::MAX)
 }

@@ -2,9 +2,9 @@
 //!
 //! A call first lays the table out as a line for each head, see `distance.rs`: rows of a tile are copied from there.
 
-use ndarray::{ArrayView2, ArrayViewMut2};
+use ndarray::ArrayView2;
 
-use crate::attention::distance::{add_from_line, add_to_line};
+use crate::attention::distance::add_from_line;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::position::Buckets;
@@ -63,20 +63,13 @@ impl<'a, T: Element> Table<'a, T> {
         }
     }
 
+    /// The row of the table for a distance.
+    pub(crate) fn bucket(&self, distance: i64) -> usize {
+        self.buckets.bucket(distance)
+    }
+
     /// Numbers of a line.
-    pub(crate) fn line(&self) -> usize {
+    fn line(&self) -> usize {
         2 * self.reach + 1
-    }
-
-    /// Adds the gradient of the scores of a row to the gradient of the head's line, which begins at zero.
-    pub(crate) fn add_gradient(&self, position: i64, first: usize, d_scores: &[T], d_line: &mut [T]) {
-        add_to_line(d_scores, position, first, d_line);
-    }
-
-    /// Adds the gradient of the head's line to that of the table, `[buckets, num_heads]`.
-    pub(crate) fn add_line(&self, head: usize, d_line: &[T], d_table: &mut ArrayViewMut2<'_, T>) {
-        for (n, &d) in d_line.iter().enumerate() {
-            d_table[[self.buckets.bucket(n as i64 - self.reach as i64), head]] += d;
-        }
     }
 }
