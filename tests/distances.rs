@@ -171,6 +171,11 @@ fn distances_are_what_an_array_says() {
         if core.distances.keys.is_some() {
             core.softcap = None;
         }
+        // Positions end at 2^60, where a slope times a distance has lost all its digits; tables end long before.
+        let far = (0..recipe.batch).any(|entry| recipe.rules.position(recipe.dims(), entry, 0).abs() > 1 << 20);
+        if far {
+            core.distances.alibi = None;
+        }
         let want = written_out(&core, &recipe.rules, &recipe).oracle();
         // Slopes times distances of a hundred, on top of scores of ten.
         core.everywhere(|run| run.agrees(&want, Within(1e-4, 1e-11)));

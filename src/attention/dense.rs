@@ -10,7 +10,7 @@ use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayViewMut1, ArrayViewMut2, Axis, s};
 
 use super::Outputs;
-use super::distance::add_from_line;
+use super::distance::{Start, add_from_line};
 use super::problem::{Head, Problem};
 use crate::element::{Element, zeros};
 use crate::error::Result;
@@ -43,7 +43,7 @@ pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_,
     let distances = problem.rules.relative_keys.map_or(0, |keys| keys.view().nrows());
     parallel::try_for_each(items(problem, outputs, block_rows), dims.flop(), |item| {
         let mut scores = zeros("scores", "[rows, kv_len]", (block_rows, dims.kv_len))?;
-        let mut relative = zeros("relative_keys", "[rows, 2 clip + 1]", (block_rows, distances))?;
+        let mut relative = zeros("relative_keys", "[rows, distances]", (block_rows, distances))?;
         for part in item.parts {
             let rows = part.context.nrows();
             let scratch = [scores.slice_mut(s![..rows, ..]), relative.slice_mut(s![..rows, ..])];
@@ -97,7 +97,7 @@ fn parts<'a, T: Element>(
     parts
 }
 
-/// The rows `first_row..` of one query head. `scores: [rows, kv_len]` and `relative: [rows, 2 clip + 1]` are scratch.
+/// The rows `first_row..` of one query head. `scores: [rows, kv_len]` and `relative: [rows, distances]` are scratch.
 fn block<T: Element>(
     problem: &Problem<'_, T>,
     head: &Head<'_, T>,
@@ -117,8 +117,9 @@ fn block<T: Element>(
     }
     for (r, mut row) in scores.outer_iter_mut().enumerate() {
         if let Some(row) = row.as_slice_mut() {
-            if let Some(line) = relative.row(r).as_slice() {
-                add_from_line(line, head.mask.position(first_row + r), 0, row);
+            if let (Some(keys), Some(line)) = (&problem.rules.relative_keys, relative.row(r).as_slice()) {
+                let position = head.mask.position(first_row + r);
+                add_from_line(line, Start { lowest: keys.lowest(), position, first: 0 }, row);
             }
             let row = softmax_row(problem, head, first_row + r, row);
             if let Some(lse) = &mut part.lse {

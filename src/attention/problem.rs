@@ -5,6 +5,7 @@ use std::borrow::Cow;
 
 use super::Options;
 use super::bias::{Bias, ScoreRow, Table};
+use super::distance::Span;
 use super::dropout::{Dropout, HeadDropout};
 use super::reference::dot;
 use super::relative_keys::RelativeKeys;
@@ -90,24 +91,20 @@ impl<'a, T: Element> Rules<'a, T> {
         if self.bias.is_none() && self.relative_keys.is_none() {
             return Ok(());
         }
-        let farthest = self.farthest(dims);
+        let span = self.span(dims);
         if let Some(keys) = &mut self.relative_keys {
-            keys.trim(farthest);
+            keys.trim(span);
         }
-        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims.num_heads, farthest, room))
+        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims.num_heads, span, room))
     }
 
-    /// A distance that no pair of the call exceeds.
-    fn farthest(&self, dims: &Dims) -> usize {
+    /// The distances of the call's pairs.
+    fn span(&self, dims: &Dims) -> Span {
         let of_entry = |entry: usize| {
             let mask = self.mask.head(entry, 0);
-            let (first, last) = (mask.position(0), mask.position(dims.q_len.saturating_sub(1)));
-            // No array is as long as the largest number.
-            let last_key = i64::try_from(dims.kv_len).unwrap_or(i64::MAX / 8);
-            last.unsigned_abs().max(last_key.abs_diff(first))
+            Span::new(mask.position(0), mask.position(dims.q_len.saturating_sub(1)), dims.kv_len)
         };
-        let farthest = (0..dims.batch).map(of_entry).max().unwrap_or(0);
-        usize::try_from(farthest).unwrap_or(usize::MAX)
+        (0..dims.batch).map(of_entry).reduce(Span::union).unwrap_or(Span { lowest: 0, highest: 0 })
     }
 }
 

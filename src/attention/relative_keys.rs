@@ -6,11 +6,11 @@
 //!
 //! (Shaw et al. 2018, <https://arxiv.org/abs/1803.02155>, equation 5.) The term belongs to the product: it is scaled and
 //! capped with it, and the bias comes after. The keys are shared by all heads. Tiles take it from the products
-//! `q . r`, a line of `2 clip + 1` numbers for each row, see `distance.rs`.
+//! `q . r`, a line for each row, see `distance.rs`.
 
 use ndarray::{ArrayView1, ArrayView2, Axis, Slice};
 
-use super::distance;
+use super::distance::Span;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::mask::BoundMask;
@@ -18,44 +18,52 @@ use crate::mask::BoundMask;
 /// Keys whose shape fits the call.
 #[derive(Clone, Copy)]
 pub(crate) struct RelativeKeys<'a, T> {
-    /// `[2 clip + 1, head_dim]`
+    /// `[distances, head_dim]`: all of the caller's, or those that the call has.
     view: ArrayView2<'a, T>,
-    /// Rows of the caller's table before those of the view.
-    skipped: usize,
+    /// Distances of the view.
+    span: Span,
+    clip: i64,
 }
 
 impl<'a, T: Element> RelativeKeys<'a, T> {
     pub(super) fn new(view: ArrayView2<'a, T>, head_dim: usize, mask: &BoundMask<'_>) -> Result<Self> {
         check_relative_keys(view.shape(), head_dim)?;
         mask.check_positions()?;
-        Ok(Self { view, skipped: 0 })
+        // Half of what a length can be.
+        let clip = (view.nrows() / 2) as i64;
+        Ok(Self { view, span: Span { lowest: -clip, highest: clip }, clip })
     }
 
-    /// Leaves out distances that are larger than `farthest`, which no pair of the call has.
-    pub(super) fn trim(&mut self, farthest: usize) {
-        let clip = self.view.nrows() / 2;
-        let skipped = clip.saturating_sub(farthest);
-        self.view.slice_axis_inplace(Axis(0), Slice::from(skipped..self.view.nrows() - skipped));
-        self.skipped += skipped;
+    /// Leaves out distances that no pair of the call has.
+    pub(super) fn trim(&mut self, span: Span) {
+        let span = span.within(self.clip as usize);
+        if span.len() == 0 {
+            return;
+        }
+        let first = (span.lowest - self.span.lowest) as usize;
+        self.view.slice_axis_inplace(Axis(0), Slice::from(first..first + span.len()));
+        self.span = span;
     }
 
-    /// `[2 clip + 1, head_dim]`, for the distances that the call has.
+    /// `[distances, head_dim]`
     pub(crate) fn view(&self) -> ArrayView2<'a, T> {
         self.view
     }
 
+    /// The distance of the first key.
+    pub(crate) fn lowest(&self) -> i64 {
+        self.span.lowest
+    }
+
     /// The row of the caller's table for a distance.
     pub(crate) fn row(&self, distance: i64) -> usize {
-        self.skipped + self.index(distance)
+        (distance.clamp(-self.clip, self.clip) + self.clip) as usize
     }
 
     /// The key of a distance.
     pub(crate) fn key(&self, distance: i64) -> ArrayView1<'a, T> {
-        self.view.index_axis_move(Axis(0), self.index(distance))
-    }
-
-    fn index(&self, distance: i64) -> usize {
-        distance::index(self.view.nrows() / 2, distance)
+        let index = distance.clamp(self.span.lowest, self.span.highest) - self.span.lowest;
+        self.view.index_axis_move(Axis(0), index as usize)
     }
 }
 

@@ -16,7 +16,7 @@
 use std::ops::Range;
 
 use super::bias::{Bias, ScoreRow};
-use super::distance::add_from_line;
+use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
@@ -95,7 +95,7 @@ pub(super) struct Room<'s, T> {
     pub(super) scores: &'s mut [T],
     /// `[6][64]`, if there is a bias.
     pub(super) bias: &'s mut [T],
-    /// `[rows][2 clip + 1]`, if there are relative keys.
+    /// `[rows][distances]`, if there are relative keys.
     pub(super) relative: &'s mut [T],
     /// `[rows]`, if there is dropout.
     pub(super) row_keys: &'s mut Vec<RowKey>,
@@ -257,7 +257,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
     }
 
-    /// `[rows][2 clip + 1]`: the products of the packed queries with the relative keys, packed tile by tile like others.
+    /// `[rows][distances]`: the products of the packed queries with the relative keys, packed tile by tile like others.
     fn relative_products(
         &self,
         from: &RelativeKeys<'_, T>,
@@ -293,7 +293,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
             let position = self.score_row(head, i).position;
-            add_from_line(&lines[row * distances..][..distances], position, keys.start, &mut to[..keys.len()]);
+            let at = Start { lowest: from.lowest(), position, first: keys.start };
+            add_from_line(&lines[row * distances..][..distances], at, &mut to[..keys.len()]);
         }
     }
 

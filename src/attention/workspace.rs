@@ -15,7 +15,9 @@ use crate::position::RopeTable;
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64
 /// in `f32`. The other paths allocate in each call.
 ///
-/// With relative keys, an item takes a number more for each row and distance. A learned bias by distance takes `num_heads * (2 d + 1)` numbers, where d is the distance from where on it is the same.
+/// With relative keys, an item takes a number more for each row and distance; a learned bias by distance takes a number for
+/// each head and distance. The distances are those that a call has, at most `q_len + 2 kv_len`, and that the table tells
+/// apart.
 ///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of

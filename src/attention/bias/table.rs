@@ -4,7 +4,7 @@
 
 use ndarray::ArrayView2;
 
-use crate::attention::distance::add_from_line;
+use crate::attention::distance::{Span, Start, add_from_line};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::position::Buckets;
@@ -15,9 +15,9 @@ pub(crate) struct Table<'a, T> {
     buckets: Buckets,
     /// `[buckets, num_heads]`
     view: ArrayView2<'a, T>,
-    /// `[num_heads][2 reach + 1]`, or nothing yet.
+    /// `[num_heads]`, a number for each distance of the span; or nothing yet.
     lines: &'a [T],
-    reach: usize,
+    span: Span,
 }
 
 impl<'a, T: Element> Table<'a, T> {
@@ -25,21 +25,21 @@ impl<'a, T: Element> Table<'a, T> {
         buckets.check()?;
         let expected = [Some(buckets.count()), Some(num_heads)];
         check_shape("relative_bias", "[buckets, num_heads]", expected, view.shape())?;
-        Ok(Self { buckets, view, lines: &[], reach: 0 })
+        Ok(Self { buckets, view, lines: &[], span: Span { lowest: 0, highest: 0 } })
     }
 
-    /// Appends the lines to `room`. No distance of the call is larger than `farthest`.
-    pub(super) fn write_lines(&mut self, farthest: usize, room: &mut Vec<T>) -> Result<()> {
-        let (reach, heads) = (self.buckets.reach().min(farthest), self.view.ncols());
+    /// Appends the lines to `room`, for a call whose distances are those of `span`.
+    pub(super) fn write_lines(&mut self, span: Span, room: &mut Vec<T>) -> Result<()> {
+        self.span = span.within(self.buckets.reach());
+        let (heads, length) = (self.view.ncols(), self.span.len());
         let too_large =
-            || Error::TooLarge { argument: "relative_bias", axes: "[num_heads, distances]", got: vec![heads, reach] };
-        let length = reach.checked_mul(2).and_then(|n| n.checked_add(1)).ok_or_else(too_large)?;
+            || Error::TooLarge { argument: "relative_bias", axes: "[num_heads, distances]", got: vec![heads, length] };
         let numbers = length.checked_mul(heads).ok_or_else(too_large)?;
         room.try_reserve_exact(numbers).map_err(|_| too_large())?;
         for column in self.view.columns() {
-            room.extend((0..length).map(|n| column[self.buckets.bucket(n as i64 - reach as i64)]));
+            let distances = self.span.lowest..=self.span.highest;
+            room.extend(distances.map(|distance| column[self.buckets.bucket(distance)]));
         }
-        self.reach = reach;
         Ok(())
     }
 
@@ -55,8 +55,8 @@ impl<'a, T: Element> Table<'a, T> {
 
     /// Adds to the scores of the keys from `first` on what the head has for their distances from `position`.
     pub(super) fn add(&self, head: usize, position: i64, first: usize, to: &mut [T]) {
-        match self.lines.chunks_exact(self.line()).nth(head) {
-            Some(line) => add_from_line(line, position, first, to),
+        match self.lines.chunks_exact(self.span.len().max(1)).nth(head) {
+            Some(line) => add_from_line(line, Start { lowest: self.span.lowest, position, first }, to),
             None => to.iter_mut().enumerate().for_each(|(j, to)| {
                 *to += self.get(head, (first + j) as i64 - position);
             }),
@@ -66,10 +66,5 @@ impl<'a, T: Element> Table<'a, T> {
     /// The row of the table for a distance.
     pub(crate) fn bucket(&self, distance: i64) -> usize {
         self.buckets.bucket(distance)
-    }
-
-    /// Numbers of a line.
-    fn line(&self) -> usize {
-        2 * self.reach + 1
     }
 }
