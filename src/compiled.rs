@@ -10,6 +10,7 @@ use crate::attention::{self, Dims, GradientsMut, Options, Outputs, Saved, Worksp
 use crate::error::Result;
 use crate::kernels::{Level, Real};
 use crate::linear::{self, Projected};
+use crate::norm::HeadNorm;
 use crate::position::{self, Heads, Rope, RopeTable, Turn};
 
 /// The entry points of the heavy code.
@@ -42,6 +43,9 @@ pub(crate) trait Compiled: Real {
 
     /// Projections, together.
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
+
+    /// Normalises heads, `[.., head_dim]` one after the other.
+    fn normalise(norm: &HeadNorm<'_, Self>, heads: &mut [Self]);
 
     /// Turns heads by their positions.
     fn rotate(
@@ -88,6 +92,10 @@ macro_rules! compiled {
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {
                 linear::project(Self::kernels(level), projections, scratch);
+            }
+
+            fn normalise(norm: &HeadNorm<'_, Self>, heads: &mut [Self]) {
+                norm.apply(heads);
             }
 
             fn rotate(

@@ -24,7 +24,7 @@
 //! | attention of queries, keys and values, no layer | [`attention::forward`] |
 //! | who may attend to whom | [`Mask`]; [`BoundMask`] draws it |
 //! | which KV head a query head reads | [`HeadMap`] |
-//! | positions of tokens | [`Builder::rope`], [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
+//! | positions of tokens | [`Builder::rope`] (with [`Builder::qk_norm`]), [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
 //! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
 //! | what a call costs | [`Config::flops`] and [`inspect`] |
 #![cfg_attr(feature = "safetensors", doc = "| tensors from a file | [`io::Tensors`] |")]
@@ -63,6 +63,7 @@ mod kernels;
 mod linear;
 mod mask;
 mod mha;
+mod norm;
 mod parallel;
 pub mod position;
 

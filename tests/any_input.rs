@@ -138,6 +138,7 @@ fn no_layer_call_panics() {
             query: draws.array(query),
             key_value: key_value.map(|(key, value)| (draws.array(key), draws.array(value))),
             mask: rules.mask(),
+            qk_norm_eps: None,
             rope: positions.0,
             offsets: positions.1,
             distances: Distances::default(),
@@ -160,6 +161,7 @@ fn no_layer_that_fits_is_refused() {
             .v_dim(2)
             .bias()
             .sinks()
+            .qk_norm(1e-6)
             .seed(seed)
             .init(Init::KaimingUniform)
             .build()
@@ -177,6 +179,7 @@ fn no_layer_that_fits_is_refused() {
             query: draws.array((2, len, 5)),
             key_value: Some((draws.array((2, 4, 3)), draws.array((2, 4, 2)))),
             mask: Rules(Vec::new()).mask(),
+            qk_norm_eps: Some(0.5),
             rope: (head_dim > 1).then(|| Rope::new(RopeStyle::HalfSplit, 100.0).dims(2)),
             offsets: [Some(5), None],
             distances: Distances::default(),

@@ -37,6 +37,8 @@ fn layer() -> Layer {
     let mut draws = Seeded(60);
     let mut w = |inputs: usize, outputs: usize| -> Array2<f64> { draws.array((inputs, outputs)) };
     let weights = Weights::new(w(96, 96), w(96, 96), w(96, 96), w(96, 96));
+    let norm = Some(Seeded(62).array(24));
+    let weights = Weights { q_norm: norm.clone(), k_norm: norm, ..weights };
     let rope = Rope::new(RopeStyle::HalfSplit, 10_000.0);
     Layer::new(4, weights, Seeded(61).array((3, 130, 96))).mask(Mask::causal()).rope(rope)
 }

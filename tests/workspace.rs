@@ -155,10 +155,10 @@ fn the_core_allocates_nothing_again() {
     }
 }
 
-/// A layer of heads of width 12 that turn; three query heads share a KV head, or by a map of its own.
+/// A layer of heads of width 12 that are normalised and turn; three query heads share a KV head, or by a map of its own.
 fn layer<T: Element>(map: Option<&[usize]>) -> MultiHeadAttention<T> {
     let rope = Rope::new(RopeStyle::HalfSplit, 10_000.0).dims(10);
-    let builder = MultiHeadAttention::builder(72, HEADS).head_dim(12).bias().rope(rope);
+    let builder = MultiHeadAttention::builder(72, HEADS).head_dim(12).bias().qk_norm(1e-6).rope(rope);
     match map {
         None => builder.num_kv_heads(2).build().unwrap(),
         Some(map) => builder.kv_of_head(map).build().unwrap(),

@@ -58,6 +58,7 @@ pub struct Builder<T> {
     sinks: bool,
     scale: Option<f64>,
     softcap: Option<f64>,
+    qk_norm_eps: Option<f64>,
     rope: Option<Rope>,
     alibi: Option<Slopes>,
     relative_bias: Option<Buckets>,
@@ -82,6 +83,7 @@ impl<T: Element> Builder<T> {
             sinks: false,
             scale: None,
             softcap: None,
+            qk_norm_eps: None,
             rope: None,
             alibi: None,
             relative_bias: None,
@@ -238,6 +240,22 @@ impl<T: Element> Builder<T> {
         self
     }
 
+    /// RMSNorm of each query and each key head, before positions turn them: `weight * x / sqrt(mean(x^2) + eps)`, with a
+    /// weight of `head_dim` numbers for queries and one for keys. New weights are 1. A layer made from weights has a norm
+    /// if the weights have one; eps is 1e-6 there unless given.
+    ///
+    /// ```
+    /// # use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(24, 3).qk_norm(1e-5).build()?;
+    /// assert_eq!(mha.weights().q_norm.as_ref().map(|weight| weight.len()), Some(8));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "rms_norm_eps")]
+    pub fn qk_norm(mut self, eps: f64) -> Self {
+        self.qk_norm_eps = Some(eps);
+        self
+    }
+
     /// Rotary positions: the heads of queries and keys turn by the position of their token. Tokens count from 0 unless
     /// the call says otherwise, see [`crate::Inputs::offset`].
     ///
@@ -342,7 +360,7 @@ impl<T: Element> Builder<T> {
     ///
     /// # Errors
     /// [`Error::Value`] for a size of 0, a `d_model` that is no multiple of `num_heads` where no `head_dim` is given,
-    /// a scale, a softcap or numbers of RoPE out of range; [`Error::HeadGroups`] or [`Error::KvOfHead`] for heads that do not fit;
+    /// a scale, a softcap or numbers of positions and norms out of range; [`Error::HeadGroups`] or [`Error::KvOfHead`] for heads that do not fit;
     /// [`Error::TooLarge`] if the weights do not fit into memory.
     ///
     /// ```
@@ -358,6 +376,10 @@ impl<T: Element> Builder<T> {
         let vector = |wanted: bool, name, axes, len| -> Result<Option<Array1<T>>> {
             if wanted { zeros(name, axes, len).map(Some) } else { Ok(None) }
         };
+        let ones = |name| -> Result<Option<Array1<T>>> {
+            let norm = vector(self.qk_norm_eps.is_some(), name, "[head_dim]", config.head_dim)?;
+            Ok(norm.map(|norm| norm + T::one()))
+        };
         let has = |projection| self.biases.contains(&projection);
         let [q, k, v, o] = shapes.map(|(_, outputs)| outputs);
         let weights = Weights {
@@ -370,6 +392,8 @@ impl<T: Element> Builder<T> {
             b_v: vector(has(Projection::Value), "b_v", "[num_kv_heads * value_dim]", v)?,
             b_o: vector(has(Projection::Output), "b_o", "[d_model]", o)?,
             sinks: vector(self.sinks, "sinks", "[num_heads]", config.heads.num_heads())?,
+            q_norm: ones("q_norm")?,
+            k_norm: ones("k_norm")?,
             relative_bias: match &config.relative_bias {
                 Some(buckets) => {
                     let shape = (buckets.count(), config.heads.num_heads());
@@ -438,6 +462,10 @@ impl<T: Element> Builder<T> {
         if let Some(rope) = &self.rope {
             rope.check(head_dim)?;
         }
+        let qk_norm_eps = self.qk_norm_eps.unwrap_or(1e-6);
+        if !(qk_norm_eps.is_finite() && qk_norm_eps >= 0.0) {
+            return Err(Error::value("qk_norm eps", "a finite number that is not negative", qk_norm_eps));
+        }
         let alibi = self.alibi.as_ref().map(|slopes| match slopes {
             Slopes::Paper => Alibi::new(num_heads),
             Slopes::Own(alibi) => alibi.clone(),
@@ -448,7 +476,19 @@ impl<T: Element> Builder<T> {
         if let Some(buckets) = &self.relative_bias {
             buckets.check()?;
         }
-        let (rope, relative_bias) = (self.rope, self.relative_bias);
-        Ok(Config { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap, rope, alibi, relative_bias })
+        Ok(Config {
+            d_model,
+            heads,
+            head_dim,
+            value_dim,
+            k_dim,
+            v_dim,
+            scale,
+            softcap,
+            qk_norm_eps,
+            rope: self.rope,
+            alibi,
+            relative_bias: self.relative_bias,
+        })
     }
 }

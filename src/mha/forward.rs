@@ -310,6 +310,10 @@ impl<T: Element> MultiHeadAttention<T> {
         ];
         T::project(level, projections, &mut scratch);
 
+        // Both lie in one piece; they have just been made.
+        if let (Some(q), Some(k)) = (q.as_slice_mut(), k.as_slice_mut()) {
+            self.normalise_heads([q, k]);
+        }
         // Heads are split and merged by strides: the heads of a token lie side by side.
         let mut q = by_head(q, num_heads, *head_dim)?;
         let mut k = by_head(k, num_kv_heads, *head_dim)?;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Q = query W_Q + b_Q     K = key W_K + b_K     V = value W_V + b_V
-//! Q_h, K_h turned by their positions, if the layer has RoPE
+//! Q_h, K_h normalised, and turned by their positions, if the layer does so
 //! output = concat_h(attention(Q_h, K_kv(h), V_kv(h))) W_O + b_O
 //! ```
 //!
@@ -53,6 +53,8 @@ pub struct Config {
     pub scale: Option<f64>,
     /// Bound of the scores, see [`crate::Options::softcap`].
     pub softcap: Option<f64>,
+    /// What the RMSNorm of queries and keys adds to the mean of the squares, where the weights have one.
+    pub qk_norm_eps: f64,
     /// Rotary positions of queries and keys.
     pub rope: Option<Rope>,
     /// A bias that falls with the distance, see [`crate::Options::alibi`].

@@ -2,9 +2,10 @@
 
 use ndarray::{ArrayRef2, ArrayViewMut4, Axis};
 
-use super::{Inputs, MultiHeadAttention};
+use super::{Inputs, MultiHeadAttention, Weights};
 use crate::element::Element;
 use crate::error::Result;
+use crate::norm::HeadNorm;
 use crate::position::{Heads, Positions, RopeTable, Turn};
 
 impl<'a, T: Element> Inputs<'a, T> {
@@ -83,6 +84,22 @@ impl<'a, T: Element> Inputs<'a, T> {
 }
 
 impl<T: Element> MultiHeadAttention<T> {
+    /// Normalises projected queries and keys, if the layer does: the heads of each, one after the other in memory.
+    pub(super) fn normalise_heads(&self, [q, k]: [&mut [T]; 2]) {
+        let [q_norm, k_norm] = self.norms();
+        for (norm, heads) in [(q_norm, q), (k_norm, k)] {
+            if let Some(norm) = norm {
+                T::normalise(&norm, heads);
+            }
+        }
+    }
+
+    /// The norms of query and key heads.
+    pub(super) fn norms(&self) -> [Option<HeadNorm<'_, T>>; 2] {
+        let Weights { q_norm, k_norm, .. } = &self.weights;
+        [q_norm, k_norm].map(|weight| weight.as_ref().map(|weight| HeadNorm::new(weight, self.config.qk_norm_eps)))
+    }
+
     /// Turns projected queries `[batch, num_heads, q_len, head_dim]` and keys `[batch, num_kv_heads, kv_len, head_dim]`
     /// by their positions, which have been checked; their gradients turn back.
     pub(super) fn turn_heads(

@@ -35,6 +35,10 @@ pub struct Weights<T> {
     pub b_o: Option<Array1<T>>,
     /// `[num_heads]`: a logit for each query head that enters the denominator only, see [`crate::Options::sinks`].
     pub sinks: Option<Array1<T>>,
+    /// `[head_dim]`: the weight of the RMSNorm of each query head, see [`crate::Builder::qk_norm`].
+    pub q_norm: Option<Array1<T>>,
+    /// `[head_dim]`: the weight of the RMSNorm of each key head.
+    pub k_norm: Option<Array1<T>>,
     /// `[buckets, num_heads]`: a bias for each bucket of distances, see [`crate::Options::relative_bias`]. Which
     /// distances fall into a bucket is said by [`crate::Builder::relative_bias`].
     #[doc(alias = "relative_attention_bias")]
@@ -64,6 +68,8 @@ impl<T: Element> Weights<T> {
             b_v: None,
             b_o: None,
             sinks: None,
+            q_norm: None,
+            k_norm: None,
             relative_bias: None,
             relative_keys: None,
         }
@@ -86,6 +92,8 @@ impl<T: Element> Weights<T> {
             ("b_v", "[num_kv_heads * value_dim]", &self.b_v, v.1),
             ("b_o", "[d_model]", &self.b_o, o.1),
             ("sinks", "[num_heads]", &self.sinks, config.heads.num_heads()),
+            ("q_norm", "[head_dim]", &self.q_norm, config.head_dim),
+            ("k_norm", "[head_dim]", &self.k_norm, config.head_dim),
         ];
         for (name, axes, vector, len) in vectors {
             if let Some(vector) = vector {

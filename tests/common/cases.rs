@@ -191,6 +191,7 @@ impl Case {
             query,
             key_value,
             mask: self.mask()?,
+            qk_norm_eps: None,
             rope: self.rope()?,
             offsets: self.offsets()?,
             distances: Distances { alibi, ..Distances::default() },

@@ -22,6 +22,7 @@ pub(crate) struct Layer {
     /// `[batch, kv_len, k_dim]` and `[batch, kv_len, v_dim]`; `None` is self-attention.
     pub(crate) key_value: Option<(Array3<f64>, Array3<f64>)>,
     pub(crate) mask: Mask,
+    pub(crate) qk_norm_eps: Option<f64>,
     pub(crate) rope: Option<Rope>,
     /// Positions of query 0 and key 0.
     pub(crate) offsets: [Option<usize>; 2],
@@ -45,6 +46,7 @@ impl Layer {
             query,
             key_value: None,
             mask: Mask::none(),
+            qk_norm_eps: None,
             rope: None,
             offsets: [None; 2],
             distances: Distances::default(),
@@ -94,6 +96,9 @@ impl Layer {
         if let Some(softcap) = self.softcap {
             builder = builder.softcap(softcap);
         }
+        if let Some(eps) = self.qk_norm_eps {
+            builder = builder.qk_norm(eps);
+        }
         if let Some(rope) = self.rope {
             builder = builder.rope(rope);
         }
@@ -113,6 +118,8 @@ impl Layer {
             b_v: optional(&w.b_v),
             b_o: optional(&w.b_o),
             sinks: optional(&w.sinks),
+            q_norm: optional(&w.q_norm),
+            k_norm: optional(&w.k_norm),
             relative_bias: self.distances.bias.as_ref().map(|(_, table)| typed(table)),
             relative_keys: optional(&self.distances.keys),
         })
