@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! x = first + j G                        first, second: 32 bits each from the key of the row, see `RowKey`
-//! x = (x ^ x >> 16) A
-//! x = (x ^ x >> 15 ^ second) B
+//! x = (x ^ x >> 16 ^ second) A
+//! x = (x ^ x >> 15) B
 //! word(j) = x ^ x >> 16
 //! z[i][j] = 0 if word(j) <= last, else factor
 //! ```
@@ -34,8 +34,8 @@ impl RowKey {
     #[inline(always)]
     pub(crate) fn word(self, j: usize) -> u32 {
         let x = self.first.wrapping_add((j as u32).wrapping_mul(0x9E37_79B9));
-        let x = (x ^ x >> 16).wrapping_mul(0x7FEB_352D);
-        let x = (x ^ x >> 15 ^ self.second).wrapping_mul(0x846C_A68B);
+        let x = (x ^ x >> 16 ^ self.second).wrapping_mul(0x7FEB_352D);
+        let x = (x ^ x >> 15).wrapping_mul(0x846C_A68B);
         x ^ x >> 16
     }
 }
