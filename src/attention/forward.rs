@@ -37,8 +37,8 @@ pub(super) fn forward<'p, T: Element>(
     let workers = workspace.workers(parallel::workers(dims.flop(), deal.len()));
     // Which items a thread gets depends on time; what it has room for must not.
     let rows = query_tile.saturating_mul(heads.largest_group());
-    let size = ItemSize::new(rows, *dims, call.rules);
-    workers.iter_mut().try_for_each(|scratch| scratch.reserve(&size))?;
+    let lengths = ItemSize::new(rows, *dims, call.rules).lengths();
+    workers.iter_mut().try_for_each(|scratch| scratch.reserve(&lengths))?;
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {
             item(call, kernels, block, scratch);
@@ -56,8 +56,8 @@ fn item<'p, T: Element>(
 ) {
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
     let walk = Walk::new(call, kernels, at);
-    let (buffers, row_keys) = scratch.parts(&walk.size());
-    let [queries, context, maxima, sums, keys, values, scores, bias, relative] = buffers;
+    let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
+    let [queries, context, maxima, sums, keys, values, scores, bias, relative, ..] = buffers;
     let mut state = State { context, maxima, sums };
     state.clear();
     walk.run(walk.tiles(), &mut state, Room { queries, keys, values, scores, bias, relative, row_keys });

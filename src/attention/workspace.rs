@@ -5,6 +5,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, RowKey, aligned, reserve};
 use crate::position::RopeTable;
+use std::sync::atomic::AtomicUsize;
 
 /// Scratch memory of attention; reuse one for calls of any shape.
 ///
@@ -39,6 +40,7 @@ pub struct Workspace<T> {
     workers: Vec<Scratch<T>>,
     /// Biases by distance.
     pub(super) lines: Vec<T>,
+    kept: Kept<T>,
     /// What a layer keeps between its projections.
     pub(crate) layer: LayerBuffers<T>,
 }
@@ -64,7 +66,13 @@ impl<T: Element> Workspace<T> {
     /// # let _ = &mut workspace;
     /// ```
     pub fn new() -> Self {
-        Self { workers: Vec::new(), lines: Vec::new(), layer: LayerBuffers::default() }
+        Self { workers: Vec::new(), kept: Kept::default(), lines: Vec::new(), layer: LayerBuffers::default() }
+    }
+
+    /// What backward keeps for a call, and scratch for `count` threads.
+    pub(super) fn backward(&mut self, count: usize) -> (&mut Kept<T>, &mut [Scratch<T>]) {
+        self.workers(count);
+        (&mut self.kept, &mut self.workers[..count])
     }
 
     /// Scratch for `count` threads.
@@ -76,10 +84,22 @@ impl<T: Element> Workspace<T> {
     }
 }
 
+/// What backward keeps for a call.
+#[derive(Debug, Default)]
+pub(super) struct Kept<T> {
+    /// `[batch, num_heads, q_len]`: `d_context . context` of each query.
+    pub(super) delta: Vec<T>,
+    /// The steps that each block of keys has passed.
+    pub(super) passed: Vec<AtomicUsize>,
+}
+
+/// Buffers of a thread. Forward needs half of them.
+const BUFFERS: usize = 16;
+
 /// The scratch of one thread.
 #[derive(Debug)]
 pub(super) struct Scratch<T> {
-    buffers: [Vec<T>; 9],
+    buffers: [Vec<T>; BUFFERS],
     /// For the dropout, one for each row.
     row_keys: Vec<RowKey>,
 }
@@ -114,10 +134,10 @@ impl ItemSize {
     }
 
     /// Queries, context, maxima, sums, keys, values, scores, bias, relative; see `walk.rs` for what is in them.
-    fn lengths(&self) -> [usize; 9] {
+    pub(super) fn lengths(&self) -> Lengths {
         let Self { rows, dims: Dims { head_dim, .. }, biased, distances, .. } = *self;
         let (width, tile) = (self.width(), MAX_ROWS * KEYS);
-        [
+        let numbers = [
             rows.saturating_mul(head_dim),
             rows.saturating_mul(width),
             rows,
@@ -127,7 +147,25 @@ impl ItemSize {
             tile,
             usize::from(biased) * tile,
             rows.saturating_mul(distances),
-        ]
+        ];
+        Lengths::new(rows, &self.dims, &numbers, if self.drops { rows } else { 0 })
+    }
+}
+
+/// How long the buffers of an item are.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lengths {
+    numbers: [usize; BUFFERS],
+    row_keys: usize,
+    /// Rows, `head_dim` and `value_dim`, for the error.
+    got: [usize; 3],
+}
+
+impl Lengths {
+    fn new(rows: usize, dims: &Dims, numbers: &[usize], row_keys: usize) -> Self {
+        let mut all = [0; BUFFERS];
+        all.iter_mut().zip(numbers).for_each(|(all, &n)| *all = n);
+        Self { numbers: all, row_keys, got: [rows, dims.head_dim, dims.value_dim] }
     }
 }
 
@@ -136,20 +174,73 @@ impl<T: Element> Scratch<T> {
     ///
     /// # Errors
     /// [`Error::TooLarge`] if it cannot be had: heads of a broadcast view can be wider than memory.
-    pub(super) fn reserve(&mut self, size: &ItemSize) -> Result<()> {
-        let ItemSize { rows, dims: Dims { head_dim, value_dim, .. }, .. } = *size;
-        let axes = "[rows, head_dim, value_dim]";
-        let too_large = || Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] };
-        let row_keys = if size.drops { rows } else { 0 };
+    pub(super) fn reserve(&mut self, size: &Lengths) -> Result<()> {
+        let too_large =
+            || Error::TooLarge { argument: "workspace", axes: "[rows, head_dim, value_dim]", got: size.got.to_vec() };
         self.row_keys.clear();
-        self.row_keys.try_reserve_exact(row_keys).map_err(|_| too_large())?;
-        let mut buffers = self.buffers.iter_mut().zip(size.lengths());
+        self.row_keys.try_reserve_exact(size.row_keys).map_err(|_| too_large())?;
+        let mut buffers = self.buffers.iter_mut().zip(size.numbers);
         buffers.try_for_each(|(buffer, n)| reserve(buffer, n)).ok_or_else(too_large)
     }
 
-    /// The buffers of [`ItemSize::lengths`], with whatever they hold, and room for the key of each row.
-    pub(super) fn parts(&mut self, size: &ItemSize) -> ([&mut [T]; 9], &mut Vec<RowKey>) {
-        let mut lengths = size.lengths().into_iter();
+    /// The buffers, with whatever they hold, and room for the key of each row.
+    pub(super) fn parts(&mut self, size: &Lengths) -> ([&mut [T]; BUFFERS], &mut Vec<RowKey>) {
+        let mut lengths = size.numbers.into_iter();
         (self.buffers.each_mut().map(|buffer| aligned(buffer, lengths.next().unwrap_or(0))), &mut self.row_keys)
+    }
+}
+
+/// How large the work items of backward are, as far as their scratch depends on it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BackSize {
+    pub(super) dims: Dims,
+    /// Query positions of a step.
+    pub(super) query_tile: usize,
+    /// Keys of an item.
+    pub(super) key_block: usize,
+    pub(super) mods: BackMods,
+}
+
+/// What backward does beyond the common case; each takes a tile of scratch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BackMods {
+    pub(super) biased: bool,
+    pub(super) capped: bool,
+    pub(super) drops: bool,
+    pub(super) bias_gradient: bool,
+}
+
+impl BackSize {
+    /// Widths of rows: `head_dim` and `value_dim`, rounded up to a multiple of 16.
+    pub(super) fn widths(&self) -> [usize; 2] {
+        [self.dims.head_dim, self.dims.value_dim].map(|width| width.div_ceil(PANEL).saturating_mul(PANEL))
+    }
+
+    /// Key panels, value panels, keys, d_k, d_v; queries, d_context, d_q, probabilities, d_scores, lse, delta; bias,
+    /// slope, factors of dropout, gradients of the scores. See `backward.rs` for what is in them.
+    pub(super) fn lengths(&self) -> Lengths {
+        let Self { dims: Dims { head_dim, value_dim, .. }, query_tile, key_block, mods } = *self;
+        let [k_width, v_width] = self.widths();
+        let (rows, keys) = (query_tile.next_multiple_of(PANEL), key_block.next_multiple_of(KEYS));
+        let tile = |wanted: bool| usize::from(wanted) * MAX_ROWS * KEYS;
+        let numbers = [
+            keys.saturating_mul(head_dim),
+            keys.saturating_mul(value_dim),
+            keys.saturating_mul(k_width),
+            keys.saturating_mul(k_width),
+            keys.saturating_mul(v_width),
+            rows.saturating_mul(k_width),
+            rows.saturating_mul(v_width),
+            rows.saturating_mul(k_width),
+            rows * KEYS,
+            rows * KEYS,
+            rows,
+            rows,
+            tile(mods.biased),
+            tile(mods.capped),
+            tile(mods.drops),
+            tile(mods.bias_gradient),
+        ];
+        Lengths::new(query_tile, &self.dims, &numbers, if mods.drops { rows } else { 0 })
     }
 }

@@ -8,7 +8,9 @@
 //! is for the case where reading `b` is all that matters. Each element of `c` has its own vector of partial sums, so its
 //! bits do not depend on how rows and columns are cut.
 
+use super::real::Real;
 use super::simd::Simd;
+use super::table::Kernels;
 use super::tile::Start;
 
 /// Rows of the largest register block.
@@ -112,11 +114,23 @@ unsafe fn block<S: Simd, const MR: usize, const NR: usize>(s: S, d: &Dots<S::Ele
     }
 }
 
+impl<T: Real> Kernels<T> {
+    /// The inner product of the numbers that both have.
+    pub(crate) fn dot(&self, a: &[T], b: &[T]) -> T {
+        let (k, mut c) = (a.len().min(b.len()), T::zero());
+        let (a, b) = (a.as_ptr(), b.as_ptr());
+        // SAFETY: one row of `k` elements of each is readable, and `c` is one number.
+        unsafe {
+            (self.dots)(&Dots { rows: 1, n: 1, k, a, a_row: k, b, b_row: k, c: &mut c, c_row: 1, start: Start::Zero })
+        };
+        c
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::kernels::testing::{Numbers, at_every_level, wide};
-    use crate::kernels::{Kernels, Real};
 
     #[test]
     fn inner_products_of_every_shape() {

@@ -12,8 +12,12 @@
 //! | `tile.rs` | products: a few rows in registers |
 //! | `dots.rs` | products of few rows with a matrix stored transposed |
 //! | `pack.rs` | copies into the layouts that products read |
+//! | `mods.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
 //! | `values.rs` | probabilities times values that are not finite |
+//! | `back.rs` | back through the softmax: probabilities again, and the gradients of the scores |
+//! | `pairs.rs` | products of backward where something is not finite |
+//! | `relay.rs` | disjoint parts of the gradients for many threads, and one that they add to in turn |
 //! | `table.rs` | the kernels of a level, compiled with its instructions |
 //! | `step.rs` | one group of queries meets one tile of keys: scores, softmax, values |
 //! | `divide.rs` | the last step of a softmax row |
@@ -28,6 +32,7 @@
 // Loops over registers read best with the index of the row and of the vector.
 #![allow(clippy::needless_range_loop)]
 
+mod back;
 mod blocks;
 mod deal;
 mod divide;
@@ -36,10 +41,13 @@ mod dropout;
 mod exp;
 mod gemm;
 mod level;
+mod mods;
 mod pack;
+mod pairs;
 mod peak;
 mod portable;
 mod real;
+mod relay;
 mod scratch;
 mod simd;
 mod softmax;
@@ -55,16 +63,19 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+pub(crate) use back::{BackGroup, BackRoom};
 pub(crate) use blocks::Blocks;
 pub(crate) use deal::{Block, Deal};
 pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
+pub(crate) use pairs::RowsAndKeys;
 pub(crate) use real::Real;
+pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use step::{Finite, Group, KeyTile, Queries, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
-pub(crate) use tile::MAX_ROWS;
+pub(crate) use tile::{MAX_ROWS, Product, Start};
 
 /// Columns of a panel, at every level and for both types.
 pub(crate) const PANEL: usize = 16;

@@ -16,11 +16,13 @@
 //! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
 
-use super::exp::{exp2, exp2_together, tanh};
+use super::exp::{exp2, exp2_together};
+use super::mods::{Mods, score_mods};
 use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
 use num_traits::{Float, One};
+use std::ptr;
 
 /// One step, by pointers.
 #[derive(Clone, Copy, Debug)]
@@ -59,8 +61,10 @@ pub(crate) unsafe fn softmax<S: Simd, const NV: usize>(s: S, a: &Softmax<S::Elem
         let mut factor = a.factor;
         let mut all_visible = a.all_visible;
         if a.softcap.is_some() || !a.bias.is_null() {
+            let Softmax { first, end, p, visible, bias, softcap, .. } = *a;
+            let mods = Mods { first, end, p, visible, bias, softcap, factor, slope: ptr::null_mut() };
             for row in 0..a.rows {
-                all_visible &= !score_mods(s, a, row);
+                all_visible &= !score_mods(s, &mods, row);
             }
             factor = S::Elem::one();
         }
@@ -71,78 +75,6 @@ pub(crate) unsafe fn softmax<S: Simd, const NV: usize>(s: S, a: &Softmax<S::Elem
             (false, false) => rows::<S, true, false, 1>(s, a, factor),
         }
     }
-}
-
-/// Caps the scores of a row, adds the bias, and hides the keys whose bias is -inf. True if there are such keys.
-///
-/// # Safety
-/// As [`softmax`], with `row < rows`.
-#[inline(always)]
-unsafe fn score_mods<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) -> bool {
-    // SAFETY: the contract is handed on; `visible` has a word per row.
-    unsafe {
-        if a.bias.is_null() || small_bias(s, a, row) {
-            modify::<S, false>(s, a, row);
-            return false;
-        }
-        cold();
-        let hidden = modify::<S, true>(s, a, row);
-        *a.visible.add(row) &= !hidden;
-        hidden != 0
-    }
-}
-
-/// Whether no bias of a row is infinite or becomes so by the change of units. NaN is let through.
-///
-/// # Safety
-/// As [`softmax`], with `row < rows` and a bias.
-#[inline(always)]
-unsafe fn small_bias<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) -> bool {
-    let mut largest = s.zero();
-    for key in (a.first..a.end).step_by(S::LANES) {
-        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of the bias (contract).
-        let bias = unsafe { s.load(a.bias.add(row * KEYS + key)) };
-        // This order of operands skips NaN, which reaches the score by itself.
-        largest = s.max(s.max(s.sub(s.zero(), bias), bias), largest);
-    }
-    let limit = S::Elem::max_value() / (S::Elem::one() + S::Elem::one());
-    s.mask_bits(s.lt(s.splat(limit), largest)) == 0
-}
-
-/// The scores of a row capped and with the bias added; the bits of the keys whose bias is -inf. Without `LARGE`, all
-/// biases are small.
-///
-/// # Safety
-/// As [`softmax`], with `row < rows`.
-#[inline(always)]
-unsafe fn modify<S: Simd, const LARGE: bool>(s: S, a: &Softmax<S::Elem>, row: usize) -> u64 {
-    let (factor, log2_e) = (s.splat(a.factor), s.splat(S::Elem::LOG2_E));
-    let (lowest, highest) = (s.splat(S::Elem::min_value()), s.splat(S::Elem::max_value()));
-    let mut hidden = 0;
-    for key in (a.first..a.end).step_by(S::LANES) {
-        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of `p` and of the bias (contract).
-        unsafe {
-            let p = a.p.add(row * KEYS + key);
-            let mut x = s.mul(s.load(p), factor);
-            if let Some(cap) = a.softcap {
-                let cap = s.splat((cap * S::Elem::LOG2_E).min(S::Elem::max_value()));
-                x = s.mul(cap, tanh(s, s.div(x, cap)));
-            }
-            if !a.bias.is_null() {
-                let bias = s.load(a.bias.add(row * KEYS + key));
-                if LARGE {
-                    hidden |= s.mask_bits(s.lt(bias, lowest)) << key;
-                    // A large finite bias is arithmetic, not a mask: the change of units must not make it infinite.
-                    let scaled = s.max(lowest, s.min(highest, s.mul(bias, log2_e)));
-                    x = s.add(x, s.select(s.lt(highest, bias), bias, scaled));
-                } else {
-                    x = s.fma(bias, log2_e, x);
-                }
-            }
-            s.store(p, x);
-        }
-    }
-    hidden
 }
 
 /// Scores to probabilities, with the reference of a row moved first if it has to. `WHOLE` fixes the range of keys to
@@ -248,4 +180,4 @@ pub(crate) fn key_bits(first: usize, end: usize) -> u64 {
 
 /// Tells the compiler that the branch it is called in is rare: the code moves out of the way of the common path.
 #[cold]
-fn cold() {}
+pub(super) fn cold() {}

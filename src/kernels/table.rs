@@ -1,9 +1,11 @@
 //! The kernels of each level: the generic bodies, compiled with the instructions of that level, behind function pointers.
 
+use super::back::{self, Back};
 use super::dots::{self, Dots};
 use super::dropout::{self, Dropping};
 use super::level::Level;
 use super::pack::{self, Pack};
+use super::pairs::{self, Pairs};
 use super::portable::Portable;
 use super::softmax::{self, Softmax};
 use super::tile::{self, Tile};
@@ -21,6 +23,8 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) dots: unsafe fn(&Dots<T>),
     pub(super) softmax: unsafe fn(&Softmax<T>),
     pub(super) values: unsafe fn(&Values<T>),
+    pub(super) back: unsafe fn(&Back<T>),
+    pub(super) pairs: unsafe fn(&Pairs<T>),
     pub(super) dropping: unsafe fn(&Dropping<T>),
     pub(super) panels: unsafe fn(&Pack<T>),
     pub(super) rows: unsafe fn(&Pack<T>) -> bool,
@@ -53,6 +57,8 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
             level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax::<_, $nv>);
             level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
+            level!(@entry $token $(, $features)?, back(a: &Back<$t>) -> () = back::back::<_, $nv>);
+            level!(@entry $token $(, $features)?, pairs(a: &Pairs<$t>) -> () = pairs::pairs);
             level!(@entry $token $(, $features)?, dropping(a: &Dropping<$t>) -> () = dropout::dropping);
             level!(@entry $token $(, $features)?, panels(a: &Pack<$t>) -> () = pack::panels);
             level!(@entry $token $(, $features)?, rows(a: &Pack<$t>) -> bool = pack::rows);
@@ -63,7 +69,7 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
-            Kernels { tile, dots, softmax, values, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few }
+            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few }
         };
     };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {

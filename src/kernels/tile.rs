@@ -23,7 +23,9 @@
 //! The scheme is that of the BLIS micro-kernel (Van Zee and van de Geijn, 2015).
 
 use super::PANEL;
+use super::real::Real;
 use super::simd::Simd;
+use super::table::Kernels;
 
 /// Rows of the largest register block.
 pub(crate) const MAX_ROWS: usize = 6;
@@ -162,11 +164,53 @@ unsafe fn block<S: Simd, const MR: usize, const NV: usize, const EDGE: bool>(s: 
     }
 }
 
+/// One product, by slices: see [`Tile`].
+#[derive(Debug)]
+pub(crate) struct Product<'a, T> {
+    /// At most [`MAX_ROWS`].
+    pub(crate) rows: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) a: &'a [T],
+    pub(crate) a_row: usize,
+    pub(crate) a_k: usize,
+    pub(crate) b: &'a [T],
+    pub(crate) b_panel: usize,
+    pub(crate) b_k: usize,
+    pub(crate) c: &'a mut [T],
+    pub(crate) c_row: usize,
+    pub(crate) start: Start,
+}
+
+impl<T: Real> Kernels<T> {
+    /// `c = a b` or `c = c + a b`.
+    pub(crate) fn multiply(&self, x: Product<'_, T>) {
+        let Product { rows, n, k, a_row, a_k, b_panel, b_k, c_row, start, .. } = x;
+        let rows = rows.min(MAX_ROWS);
+        if rows == 0 || n == 0 {
+            return;
+        }
+        let last = |count: usize, step: usize| (count - 1).saturating_mul(step);
+        let (a, b) = match k {
+            0 => (&x.a[..0], &x.b[..0]),
+            _ => {
+                let a = last(rows, a_row).saturating_add(last(k, a_k)).saturating_add(1);
+                let b = last(n.div_ceil(PANEL), b_panel).saturating_add(last(k, b_k)).saturating_add(PANEL);
+                (&x.a[..a], &x.b[..b])
+            }
+        };
+        let c = &mut x.c[..last(rows, c_row).saturating_add(n)];
+        let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
+        // SAFETY: rows is in 1..=6; the slices above end with the last element that the strides reach, and `c` is
+        // borrowed exclusively.
+        unsafe { (self.tile)(&Tile { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start }) };
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::kernels::testing::{Numbers, at_every_level, wide};
-    use crate::kernels::{Kernels, Real};
 
     /// How the operands lie in memory.
     #[derive(Clone, Copy, Debug)]

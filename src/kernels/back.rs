@@ -1,0 +1,226 @@
+//! Back through the softmax: one group of rows and one tile of 64 keys.
+//!
+//! ```text
+//! s = factor · q·k                           scores in binary units
+//! s = cap · tanh(s / cap) + bias             slope = 1 - tanh²
+//! p = 2^(s - lse)       where visible, else 0
+//! d_s = p (z d_p - D)   where visible, else 0
+//! d_x = slope d_s
+//! p = z p
+//! ```
+//!
+//! `z` are the factors of dropout, `d_p` the products of the gradient of the context with the values, `D` that of the
+//! context's gradient with the context. Shapes: `p` `[rows][64]` (products in, probabilities after dropout out), `d`
+//! `[rows][64]` (`d_p` in, `d_x` out). Keys outside of the range count as hidden: both are set to zero there.
+//!
+//! Masked lanes are selected away, never multiplied. Gradients below the smallest normal number are zero, as the powers
+//! of `exp.rs` are: one operand in denormal form makes the products that follow a hundred times slower.
+
+use super::dropout::Into;
+use super::mods::{Mods, score_mods};
+use super::real::Real;
+use super::simd::Simd;
+use super::softmax::key_bits;
+use super::step::{Scoring, Visible};
+use super::table::Kernels;
+use super::tile::MAX_ROWS;
+use super::{KEYS, PANEL, exp};
+use num_traits::{Float, One};
+use std::ops::Range;
+use std::ptr;
+
+/// One group against one tile, by pointers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Back<T> {
+    pub(crate) rows: usize,
+    /// The keys of the tile that count, both ends multiples of 16.
+    pub(crate) first: usize,
+    pub(crate) end: usize,
+    pub(crate) p: *mut T,
+    pub(crate) d: *mut T,
+    /// `[rows]`, in binary units.
+    pub(crate) lse: *const T,
+    /// `[rows]`
+    pub(crate) delta: *const T,
+    /// Per row, bit j set if key j is visible. A bias of -inf clears bits.
+    pub(crate) visible: *mut u64,
+    /// Every key of the range is visible, as far as `visible` knows beforehand.
+    pub(crate) all_visible: bool,
+    /// `[rows][64]` in natural units, or null.
+    pub(crate) bias: *const T,
+    /// In natural units.
+    pub(crate) softcap: Option<T>,
+    /// What turns the products in `p` into scores in binary units.
+    pub(crate) factor: T,
+    /// `[rows][64]` of the soft cap, or null without one: scratch.
+    pub(crate) slope: *mut T,
+    /// `[rows][64]` factors of dropout, or null.
+    pub(crate) z: *const T,
+    /// `[rows][64]` that become `d_s`, or null.
+    pub(crate) d_scores: *mut T,
+}
+
+/// Runs over one tile.
+///
+/// # Safety
+/// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`; a soft cap needs `slope`.
+#[inline(always)]
+pub(crate) unsafe fn back<S: Simd, const NV: usize>(s: S, a: &Back<S::Elem>) {
+    // SAFETY: the contract is handed on; `WHOLE` is chosen only if the range is 0..64.
+    unsafe {
+        let mut factor = a.factor;
+        let mut all_visible = a.all_visible;
+        if a.softcap.is_some() || !a.bias.is_null() {
+            let Back { first, end, p, visible, bias, softcap, slope, .. } = *a;
+            let mods = Mods { first, end, p, visible, bias, softcap, factor, slope };
+            for row in 0..a.rows {
+                all_visible &= !score_mods(s, &mods, row);
+            }
+            factor = S::Elem::one();
+        }
+        match (all_visible, a.first == 0 && a.end == KEYS) {
+            (true, true) => rows::<S, false, true, NV>(s, a, factor),
+            (true, false) => rows::<S, false, false, 1>(s, a, factor),
+            (false, true) => rows::<S, true, true, NV>(s, a, factor),
+            (false, false) => rows::<S, true, false, 1>(s, a, factor),
+        }
+    }
+}
+
+/// The rows of a group. `WHOLE` fixes the range of keys to 0..64, so that the loop is unrolled; `STEP` vectors are taken
+/// at a time.
+///
+/// # Safety
+/// As [`back`].
+#[inline(always)]
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
+    s: S,
+    a: &Back<S::Elem>,
+    factor: S::Elem,
+) {
+    let factor = s.splat(factor);
+    let smallest = s.splat(S::Elem::min_positive_value());
+    let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
+    for row in 0..a.rows {
+        // SAFETY: row < rows, and keys run within the 64 of a row, in steps of vectors that divide 16 (contract).
+        unsafe {
+            let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
+            let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
+            let lse = s.sub(s.zero(), s.splat(*a.lse.add(row)));
+            let delta = s.splat(*a.delta.add(row));
+            let mut key = first;
+            while key < end {
+                let mut t = [s.zero(); STEP];
+                for v in 0..STEP {
+                    t[v] = s.fma(s.load(p.add(key + v * S::LANES)), factor, lse);
+                }
+                let e = exp::exp2_together(s, t);
+                for v in 0..STEP {
+                    let key = key + v * S::LANES;
+                    let seen = s.mask_from_bits(visible >> key);
+                    let e = if MASKED { s.select(seen, e[v], s.zero()) } else { e[v] };
+                    let (mut d_p, mut kept) = (s.load(d.add(key)), e);
+                    if !a.z.is_null() {
+                        let z = s.load(a.z.add(row * KEYS + key));
+                        (d_p, kept) = (s.mul(z, d_p), s.mul(z, e));
+                    }
+                    let mut d_x = s.mul(e, s.sub(d_p, delta));
+                    if MASKED {
+                        d_x = s.select(seen, d_x, s.zero());
+                    }
+                    if !a.d_scores.is_null() {
+                        s.store(a.d_scores.add(row * KEYS + key), d_x);
+                    }
+                    if a.softcap.is_some() {
+                        d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
+                    }
+                    let size = s.max(s.sub(s.zero(), d_x), d_x);
+                    s.store(p.add(key), kept);
+                    s.store(d.add(key), s.select(s.lt(size, smallest), s.zero(), d_x));
+                }
+                key += STEP * S::LANES;
+            }
+            if !WHOLE {
+                for key in (0..first).chain(end..KEYS).step_by(S::LANES) {
+                    s.store(p.add(key), s.zero());
+                    s.store(d.add(key), s.zero());
+                }
+            }
+        }
+    }
+}
+
+/// A group of rows on its way back through a tile.
+#[derive(Debug)]
+pub(crate) struct BackGroup<'a, T> {
+    /// At most [`MAX_ROWS`].
+    pub(crate) rows: usize,
+    /// `[rows][64]`: products of queries and keys; then probabilities after dropout.
+    pub(crate) p: &'a mut [T],
+    /// `[rows][64]`: products of the context's gradient and the values; then the gradients of the products in `p`, but
+    /// for the scale.
+    pub(crate) d: &'a mut [T],
+    /// `[rows]`, in binary units.
+    pub(crate) lse: &'a [T],
+    /// `[rows]`
+    pub(crate) delta: &'a [T],
+    pub(crate) room: &'a mut BackRoom<'a, T>,
+}
+
+/// Working memory of `[6][64]` each; those that a call does not need may be empty.
+#[derive(Debug)]
+pub(crate) struct BackRoom<'a, T> {
+    /// For a soft cap.
+    pub(crate) slope: &'a mut [T],
+    /// For dropout.
+    pub(crate) z: &'a mut [T],
+    /// If they are not empty, the gradients of the scores come out here.
+    pub(crate) d_scores: &'a mut [T],
+}
+
+impl<T: Real> Kernels<T> {
+    /// Products to probabilities and gradients, for the keys of the panels. Returns what each row sees of them.
+    pub(crate) fn back(&self, group: &mut BackGroup<'_, T>, panels: Range<usize>, scoring: &Scoring<'_, T>) -> Visible {
+        let rows = group.rows.min(MAX_ROWS);
+        let end = panels.end.min(KEYS / PANEL) * PANEL;
+        let first = (panels.start * PANEL).min(end);
+        let mut visible = [key_bits(first, end); MAX_ROWS];
+        if let Some(bits) = scoring.visible {
+            visible.iter_mut().zip(&bits[..rows]).for_each(|(visible, bits)| *visible &= bits);
+        }
+        let all_visible = scoring.visible.is_none();
+        let room = &mut *group.room;
+        if let Some(dropped) = &scoring.dropout {
+            self.dropout(dropped, room.z, Into::Store);
+        }
+        let len = rows * KEYS;
+        let (p, d) = (&mut group.p[..len], &mut group.d[..len]);
+        let (lse, delta) = (&group.lse[..rows], &group.delta[..rows]);
+        let bias = scoring.bias.map(|bias| &bias[..len]);
+        let z = scoring.dropout.as_ref().map(|_| &room.z[..len]);
+        let slope = scoring.softcap.map(|_| &mut room.slope[..len]);
+        let d_scores = (!room.d_scores.is_empty()).then(|| &mut room.d_scores[..len]);
+        // SAFETY: the slices above have the shapes that the kernel asks for, `first..end` is a range of whole panels
+        // within 64, and there is a slope if there is a soft cap.
+        unsafe {
+            (self.back)(&Back {
+                rows,
+                first,
+                end,
+                p: p.as_mut_ptr(),
+                d: d.as_mut_ptr(),
+                lse: lse.as_ptr(),
+                delta: delta.as_ptr(),
+                visible: visible.as_mut_ptr(),
+                all_visible,
+                bias: bias.map_or(ptr::null(), <[T]>::as_ptr),
+                softcap: scoring.softcap,
+                factor: scoring.factor,
+                slope: slope.map_or(ptr::null_mut(), <[T]>::as_mut_ptr),
+                z: z.map_or(ptr::null(), <[T]>::as_ptr),
+                d_scores: d_scores.map_or(ptr::null_mut(), <[T]>::as_mut_ptr),
+            });
+        }
+        visible
+    }
+}
