@@ -9,9 +9,9 @@ use common::core::Core;
 use common::distances::Distances;
 use common::gradients::named;
 use common::{Call, Keep, Precision, Seeded, Way};
-use multihead::ndarray::{Array1, Array2, Array4, ArrayD};
+use multihead::ndarray::{Array1, Array2, Array4, ArrayD, Dimension};
 use multihead::position::{Alibi, Buckets};
-use multihead::{HeadMap, Mask, Path};
+use multihead::{Gradients, HeadMap, Mask, Path};
 
 const ORACLE: Way = Way::new(Precision::F64, Path::Reference, Keep::Nothing);
 
@@ -154,4 +154,115 @@ fn a_scale_of_zero_moves_nothing_but_values() {
         assert!(gradients.d_q.iter().chain(&gradients.d_k).all(|&x| x == 0.0), "{way}");
         assert!(gradients.d_v.iter().all(|&x| x != 0.0), "{way}");
     });
+}
+
+/// Every way of computing the gradients against the plain loops in `f64`, relative to the largest number of each.
+#[track_caller]
+fn check_ways(what: &str, core: &Core, d_context: &Array4<f64>) {
+    let right = core.right_gradients(d_context);
+    core.gradients_everywhere(d_context, |way, gradients| {
+        let tolerance = if way.precision == Precision::F32 { 2e-5 } else { 1e-12 };
+        assert_near(&format!("{what}, {way}"), gradients, &right, tolerance);
+    });
+}
+
+/// Relative to the largest number of each gradient; NaN where NaN is right.
+#[track_caller]
+fn assert_near(what: &str, got: &Gradients<f64>, want: &Gradients<f64>, tolerance: f64) {
+    let (got, want) = (named(got), named(want));
+    assert_eq!(got.len(), want.len(), "{what}");
+    for ((name, got), (_, want)) in got.iter().zip(&want) {
+        assert_eq!(got.shape(), want.shape(), "{what}: {name}");
+        let size = want.iter().filter(|x| x.is_finite()).fold(1.0, |size: f64, x| size.max(x.abs()));
+        for ((at, &x), &y) in got.indexed_iter().zip(want) {
+            let fits = if y.is_finite() { (x - y).abs() <= tolerance * size } else { !x.is_finite() };
+            assert!(fits, "{what}: {name}[{:?}] is {x:e}, not {y:e}", at.slice());
+        }
+    }
+}
+
+#[test]
+fn every_way_agrees_for_every_combination_of_options() {
+    let mut draws = Seeded(6);
+    let (masks, biases) = (masks(), biases(&mut draws));
+    for (heads, map, num_kv_heads) in head_maps() {
+        let q: Array4<f64> = draws.array((2, 4, Q_LEN, 3)) * 4.0;
+        let (k, v) = (draws.array((2, num_kv_heads, KV_LEN, 3)), draws.array((2, num_kv_heads, KV_LEN, 2)));
+        let sinks: Array1<f64> = draws.array(4) * 2.0;
+        let d_context = draws.array((2, 4, Q_LEN, 2));
+        for ((mask_name, mask), (bias_name, bias)) in masks.iter().flat_map(|m| biases.iter().map(move |b| (m, b))) {
+            for bits in 0..8 {
+                let mut core = Core::new(q.clone(), k.clone(), v.clone()).mask(mask.clone());
+                core.bias.clone_from(bias);
+                core.heads.clone_from(&map);
+                core.softcap = (bits & 1 != 0).then_some(1.5);
+                core.sinks = (bits & 2 != 0).then(|| sinks.clone());
+                core.dropout = (bits & 4 != 0).then_some((0.3, 9));
+                core.scale = (bits == 5).then_some(-0.8);
+                check_ways(&format!("{heads}, {mask_name}, {bias_name}, options {bits:03b}"), &core, &d_context);
+            }
+        }
+    }
+}
+
+/// Lengths and widths at the edges of panels, tiles, groups of rows and blocks of keys.
+#[test]
+fn every_length_and_width() {
+    let mut draws = Seeded(7);
+    let widths = [(1, 3), (16, 16), (64, 48), (80, 17)];
+    let lengths = [(1, 1), (5, 15), (7, 17), (64, 64), (65, 63), (97, 129), (20, 520)];
+    for (head_dim, value_dim) in widths {
+        for (q_len, kv_len) in lengths {
+            let (q, k) = (draws.array((1, 2, q_len, head_dim)), draws.array((1, 1, kv_len, head_dim)));
+            let core = Core::new(q * 3.0, k, draws.array((1, 1, kv_len, value_dim)));
+            let d_context = draws.array((1, 2, q_len, value_dim));
+            for (name, mask) in [
+                ("no mask", Mask::none()),
+                ("causal", Mask::causal()),
+                ("window", Mask::causal() & Mask::window(20, 0)),
+                (
+                    "keep",
+                    Mask::keep(&Array2::from_shape_fn((q_len, kv_len), |(i, j)| (i * 7 + j * 3) % 5 != 0)).unwrap(),
+                ),
+                (
+                    "blocks",
+                    Mask::keep(&Array2::from_shape_fn((q_len, kv_len), |(i, j)| (i / 12 + j / 64) % 2 == 0)).unwrap(),
+                ),
+            ] {
+                let what = format!("{name}, lengths {q_len} and {kv_len}, widths {head_dim} and {value_dim}");
+                check_ways(&what, &core.clone().mask(mask), &d_context);
+            }
+        }
+    }
+}
+
+#[test]
+fn options_over_several_tiles() {
+    let mut draws = Seeded(8);
+    let (q_len, kv_len) = (130, 330);
+    let (q, k) = (draws.array((2, 4, q_len, 20)), draws.array((2, 2, kv_len, 20)));
+    let core = Core::new(q * 4.0, k, draws.array((2, 2, kv_len, 9)));
+    let d_context = draws.array((2, 4, q_len, 9));
+    let mut full: Array4<f64> = draws.array((2, 4, q_len, kv_len)) * 4.0;
+    full.indexed_iter_mut()
+        .filter(|((_, h, i, j), _)| (h + i + j / 70) % 4 == 0)
+        .for_each(|(_, x)| *x = f64::NEG_INFINITY);
+    let cores = [
+        core.clone().dropout(0.2, 1),
+        core.clone().dropout(0.2, 1).mask(Mask::causal()),
+        core.clone().softcap(2.0).mask(Mask::causal()),
+        core.clone().sinks(draws.array(4)).mask(Mask::causal() & Mask::key_lengths(&[300, 70])),
+        core.clone().bias(full),
+        core.clone().bias(draws.array((1, 4, q_len, kv_len))).mask(Mask::causal()).softcap(3.0),
+        core.clone().bias(draws.array((2, 1, q_len, kv_len))).dropout(0.4, 2),
+        core.clone().bias(draws.array((q_len, kv_len))).mask(Mask::causal()),
+        core.clone().bias(draws.array((1, 1, 1, kv_len))),
+        core.clone().bias(draws.array((1, 4, 1, kv_len))).mask(Mask::causal()),
+        core.clone().bias(draws.array((2, 4, q_len, 1))).sinks(draws.array(4)),
+        core.clone().bias(draws.array((1, 1, 1, 1))).sinks(draws.array(4)).mask(Mask::causal()),
+        core.clone().heads(HeadMap::explicit(&[1, 0, 1, 1], 2).unwrap()).mask(Mask::causal()).scale(-0.3),
+    ];
+    for (index, core) in cores.iter().enumerate() {
+        check_ways(&format!("case {index}"), core, &d_context);
+    }
 }

@@ -185,7 +185,19 @@ pub(crate) struct GradientsMut<'a, T> {
     pub(crate) d_relative_keys: Option<ArrayViewMut2<'a, T>>,
 }
 
-impl<T> GradientsMut<'_, T> {
+impl<T: Element> GradientsMut<'_, T> {
+    /// Zeros everywhere.
+    pub(super) fn clear(&mut self) {
+        self.d_q.fill(T::zero());
+        self.d_k.fill(T::zero());
+        self.d_v.fill(T::zero());
+        self.d_bias.iter_mut().for_each(|d_bias| d_bias.fill(T::zero()));
+        self.d_sinks.iter_mut().for_each(|d_sinks| d_sinks.fill(T::zero()));
+        for d_table in [&mut self.d_relative_bias, &mut self.d_relative_keys].into_iter().flatten() {
+            d_table.fill(T::zero());
+        }
+    }
+
     fn is_empty(&self) -> bool {
         let d_sinks = self.d_sinks.as_ref().is_none_or(|d_sinks| d_sinks.is_empty());
         let d_bias = self.d_bias.as_ref().is_none_or(|d_bias| d_bias.is_empty());
@@ -301,11 +313,7 @@ pub(crate) fn differentiate<T: Element>(
         Differentiated { problem, context: saved.context.view(), lse: saved.lse.view(), d_context: d_context.view() };
     match options.chosen_path()? {
         Path::Reference => reference_backward::backward(&call, gradients),
-        // The plain loops for every path, until there is a tiled backward.
-        _ => {
-            let _ = workspace;
-            reference_backward::backward(&call, gradients)
-        }
+        _ => super::backward::backward(&call, options.query_tile, gradients, workspace),
     }
 }
 

@@ -21,8 +21,10 @@
 //! | [`Path::Tiled`] | `forward.rs`, `walk.rs` | tiles of keys with online softmax, no scores in memory |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 //!
-//! [`backward`] gives the gradients: see `gradients.rs` for the formulas, `reference_backward.rs` for the plain loops.
+//! [`backward`] gives the gradients: see `gradients.rs` for the formulas, `reference_backward.rs` for the plain loops and
+//! `backward.rs` for the tiles.
 
+mod backward;
 mod bias;
 mod dense;
 mod distance;

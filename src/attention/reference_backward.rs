@@ -17,18 +17,7 @@ use ndarray::{ArrayView1, ArrayViewMut1, s};
 
 /// Fills the gradients of all arguments.
 pub(super) fn backward<T: Element>(call: &Differentiated<'_, T>, mut gradients: GradientsMut<'_, T>) -> Result<()> {
-    gradients.d_q.fill(T::zero());
-    gradients.d_k.fill(T::zero());
-    gradients.d_v.fill(T::zero());
-    if let Some(d_bias) = &mut gradients.d_bias {
-        d_bias.fill(T::zero());
-    }
-    if let Some(d_sinks) = &mut gradients.d_sinks {
-        d_sinks.fill(T::zero());
-    }
-    for d_table in [&mut gradients.d_relative_bias, &mut gradients.d_relative_keys].into_iter().flatten() {
-        d_table.fill(T::zero());
-    }
+    gradients.clear();
     let dims = &call.problem.dims;
     for entry in 0..dims.batch {
         for head in 0..dims.num_heads {

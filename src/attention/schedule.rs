@@ -3,7 +3,9 @@
 //! Cuts depend on shapes only. A row's result does not depend on the cut either: it meets the same keys in the same
 //! order whichever rows share its item.
 
+use super::backward::MAX_TILE;
 use super::problem::Dims;
+use crate::kernels::{KEYS, MAX_ROWS};
 
 /// Numbers of queries and context that an item holds at most: 400 KiB of `f32`, a fifth of a second-level cache of
 /// 2 MiB. The keys and values of a tile are packed once for all rows of an item, which costs as much as 8 of them.
@@ -28,6 +30,35 @@ pub(crate) fn query_tile(dims: &Dims, group: usize, wish: Option<usize>) -> usiz
         q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
     });
     chosen.clamp(1, q_len)
+}
+
+/// Numbers that a block of keys of backward holds at most: 640 KiB of `f32`, a third of a second-level cache of 2 MiB.
+const MOST_KEY_NUMBERS: usize = 160 * 1024;
+
+/// Keys of a block at most. More of them would pack queries less often, which costs 1 % of 256 keys, and leave fewer
+/// items.
+const MOST_KEYS: usize = 256;
+
+/// Keys of a work item of backward: a multiple of 64.
+pub(crate) fn key_block(dims: &Dims) -> usize {
+    let width = dims.head_dim.saturating_mul(3).saturating_add(dims.value_dim.saturating_mul(2)).max(1);
+    let most = (MOST_KEY_NUMBERS / width / KEYS * KEYS).clamp(KEYS, MOST_KEYS);
+    // Blocks of about the same length.
+    let blocks = dims.kv_len.div_ceil(most).max(1);
+    dims.kv_len.div_ceil(blocks).next_multiple_of(KEYS).max(KEYS)
+}
+
+/// Numbers of queries that a step of backward holds at most: with their gradients and scores they stay in a first-level
+/// cache of 48 KiB for the products that read them.
+const MOST_QUERY_NUMBERS: usize = 6 * 1024;
+
+/// Query positions of a step of backward; `wish` is the caller's.
+pub(crate) fn back_tile(dims: &Dims, wish: Option<usize>) -> usize {
+    let chosen = wish.unwrap_or_else(|| {
+        let most = MOST_QUERY_NUMBERS / dims.head_dim.max(dims.value_dim).max(1);
+        most.clamp(2 * KEYS / 3, 3 * KEYS / 2) / (MAX_ROWS * 2) * (MAX_ROWS * 2)
+    });
+    chosen.clamp(1, dims.q_len.max(1)).min(MAX_TILE)
 }
 
 #[cfg(test)]

@@ -106,6 +106,8 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
     call: &'p Call<'p, 'a, T>,
     kernels: &'static Kernels<T>,
     at: Rows,
+    /// The only query head of the rows, if they do not belong to all that read the KV head.
+    only: Option<usize>,
     /// How many query heads share each position.
     group: usize,
     rows: usize,
@@ -114,23 +116,37 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
 }
 
 /// What a group of rows sees of a tile.
-struct Sight {
+pub(super) struct Sight {
     /// Panels of 16 keys.
-    panels: Range<usize>,
+    pub(super) panels: Range<usize>,
     /// The bits of each row, where not all of the panels are visible.
-    bits: Option<[u64; MAX_ROWS]>,
+    pub(super) bits: Option<[u64; MAX_ROWS]>,
 }
 
 impl Sight {
     /// All of a full tile.
-    const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
+    pub(super) const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
 }
 
 impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     pub(super) fn new(call: &'p Call<'p, 'a, T>, kernels: &'static Kernels<T>, at: Rows) -> Self {
         let group = call.rules.heads.group_size(at.kv_head);
         let (rows, mask) = (at.positions.len() * group, call.rules.mask(at.entry));
-        Self { call, kernels, at, group, rows, mask }
+        Self { call, kernels, at, only: None, group, rows, mask }
+    }
+
+    /// The rows of one query head.
+    pub(super) fn of_head(call: &'p Call<'p, 'a, T>, kernels: &'static Kernels<T>, at: Rows, head: usize) -> Self {
+        let (rows, mask) = (at.positions.len(), call.rules.mask(at.entry));
+        Self { call, kernels, at, only: Some(head), group: 1, rows, mask }
+    }
+
+    pub(super) fn entry(&self) -> usize {
+        self.at.entry
+    }
+
+    pub(super) fn positions(&self) -> Range<usize> {
+        self.at.positions.clone()
     }
 
     pub(super) fn rows(&self) -> usize {
@@ -144,7 +160,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// The query head and the position of a row: positions ascend, so that a group of rows spans few of them.
     pub(super) fn row(&self, row: usize) -> (usize, usize) {
-        let head = self.call.rules.heads.query_head(self.at.kv_head, row % self.group);
+        let head = self.only.unwrap_or_else(|| self.call.rules.heads.query_head(self.at.kv_head, row % self.group));
         (head, self.at.positions.start + row / self.group)
     }
 
@@ -248,7 +264,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// `[rows][64]`, zeros beyond the keys.
-    fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
+    pub(super) fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
         for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
             let (visible, beyond) = to.split_at_mut(keys.len());
@@ -299,7 +315,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// `[rows]`, the keys of the generator.
-    fn fill_row_keys(&self, dropout: &Dropout<T>, to: &mut Vec<RowKey>) {
+    pub(super) fn fill_row_keys(&self, dropout: &Dropout<T>, to: &mut Vec<RowKey>) {
         let rows = (0..self.rows).map(|row| self.row(row));
         to.clear();
         to.extend(rows.map(|(head, i)| dropout.head(self.at.entry, head).row(self.call.first + i)));
@@ -312,13 +328,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// Whether every row sees every key of a full tile.
-    fn sees_all(&self, keys: Range<usize>) -> bool {
+    pub(super) fn sees_all(&self, keys: Range<usize>) -> bool {
         let (first, last) = self.outer_keys(0..self.rows);
         keys.len() == KEYS && !self.mask.is_dense() && last.start <= keys.start && first.end >= keys.end
     }
 
     /// What the rows see of the keys `keys` of a tile, which starts at a multiple of 64; `None` if it is nothing.
-    fn sight(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
+    pub(super) fn sight(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
         let (first, last) = self.outer_keys(rows.clone());
         let (start, end) = (first.start.max(keys.start), last.end.min(keys.end));
         if start >= end {
@@ -380,7 +396,7 @@ fn split_scale<T: Element>(scale: T) -> (T, T) {
 }
 
 /// `x * log2(e)`, rounded once; a finite number stays finite.
-fn in_binary_units<T: Element>(x: T) -> T {
+pub(super) fn in_binary_units<T: Element>(x: T) -> T {
     let binary = T::from_f64(x.into_f64() * std::f64::consts::LOG2_E);
     if x.is_finite() { binary.max(T::min_value()).min(T::max_value()) } else { binary }
 }

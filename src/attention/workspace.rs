@@ -93,6 +93,34 @@ pub(super) struct Kept<T> {
     pub(super) passed: Vec<AtomicUsize>,
 }
 
+impl<T: Element> Kept<T> {
+    /// Room for a call.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if it cannot be had.
+    pub(super) fn reserve(&mut self, dims: &Dims, counters: usize) -> Result<()> {
+        let [batch, num_heads, q_len, _] = dims.scores();
+        let axes = "[batch, num_heads, q_len]";
+        let too_large = || Error::TooLarge { argument: "workspace", axes, got: vec![batch, num_heads, q_len] };
+        reserve(&mut self.delta, Self::rows(dims)).ok_or_else(too_large)?;
+        let missing = counters.saturating_sub(self.passed.len());
+        self.passed.try_reserve_exact(missing).map_err(|_| too_large())
+    }
+
+    /// The products, with whatever they hold, and the counters at zero.
+    pub(super) fn parts(&mut self, dims: &Dims, counters: usize) -> (&mut [T], &[AtomicUsize]) {
+        if self.passed.len() < counters {
+            self.passed.resize_with(counters, AtomicUsize::default);
+        }
+        self.passed[..counters].iter_mut().for_each(|passed| *passed.get_mut() = 0);
+        (aligned(&mut self.delta, Self::rows(dims)), &self.passed[..counters])
+    }
+
+    fn rows(dims: &Dims) -> usize {
+        dims.batch.saturating_mul(dims.num_heads).saturating_mul(dims.q_len)
+    }
+}
+
 /// Buffers of a thread. Forward needs half of them.
 const BUFFERS: usize = 16;
 

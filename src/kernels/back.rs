@@ -164,7 +164,6 @@ pub(crate) struct BackGroup<'a, T> {
     pub(crate) lse: &'a [T],
     /// `[rows]`
     pub(crate) delta: &'a [T],
-    pub(crate) room: &'a mut BackRoom<'a, T>,
 }
 
 /// Working memory of `[6][64]` each; those that a call does not need may be empty.
@@ -180,7 +179,13 @@ pub(crate) struct BackRoom<'a, T> {
 
 impl<T: Real> Kernels<T> {
     /// Products to probabilities and gradients, for the keys of the panels. Returns what each row sees of them.
-    pub(crate) fn back(&self, group: &mut BackGroup<'_, T>, panels: Range<usize>, scoring: &Scoring<'_, T>) -> Visible {
+    pub(crate) fn back(
+        &self,
+        group: &mut BackGroup<'_, T>,
+        panels: Range<usize>,
+        scoring: &Scoring<'_, T>,
+        room: &mut BackRoom<'_, T>,
+    ) -> Visible {
         let rows = group.rows.min(MAX_ROWS);
         let end = panels.end.min(KEYS / PANEL) * PANEL;
         let first = (panels.start * PANEL).min(end);
@@ -189,7 +194,6 @@ impl<T: Real> Kernels<T> {
             visible.iter_mut().zip(&bits[..rows]).for_each(|(visible, bits)| *visible &= bits);
         }
         let all_visible = scoring.visible.is_none();
-        let room = &mut *group.room;
         if let Some(dropped) = &scoring.dropout {
             self.dropout(dropped, room.z, Into::Store);
         }
