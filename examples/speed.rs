@@ -9,7 +9,8 @@
 //!
 //! Operations are `peak`, `attention` and `layer`. Inputs come from a fixed generator ([`draw`]), outputs and workspace
 //! are reused between rounds, and the peak is probed in the same process before and after every round. FLOPs count
-//! visible pairs only: `2 * heads * pairs * (head_dim + value_dim)`, plus `2 * in * out` per token and projection.
+//! visible pairs only: `2 * heads * pairs * (head_dim + value_dim)`, plus `2 * in * out` per token and projection. With
+//! `"pass":"forward_backward"` attention counts 3.5 times and the sums are those of the gradients of q, k and v.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -18,7 +19,8 @@ use std::time::Instant;
 
 use multihead::ndarray::{Array, Array2, Array4, Dimension, IntoDimension, Ix2, Ix3, Ix4};
 use multihead::{
-    Element, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Weights, Workspace, attention, inspect::Peak,
+    Attended, Element, Gradients, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Saved, Weights, Workspace,
+    attention, inspect::Peak,
 };
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::Deserialize;
@@ -64,6 +66,11 @@ struct Case {
     #[serde(default)]
     bias: bool,
     pass: Option<String>,
+    /// The rate, for training.
+    dropout: Option<f64>,
+    /// Whether the bias has a gradient too.
+    #[serde(default)]
+    bias_gradient: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -117,6 +124,16 @@ struct Attention<T> {
     settings: Settings,
     context: Array4<T>,
     workspace: Workspace<T>,
+}
+
+/// Forward and backward.
+struct Training<T> {
+    forward: Attention<T>,
+    d_context: Array4<T>,
+    dropout: Option<f64>,
+    bias_gradient: bool,
+    attended: Attended<T>,
+    gradients: Gradients<T>,
 }
 
 struct Layer<T> {
@@ -223,6 +240,54 @@ impl<T: Element> Run for Attention<T> {
     }
 }
 
+impl<T: Element> Training<T> {
+    fn new(case: &Case) -> Outcome<Self> {
+        let forward = Attention::<T>::new(case)?;
+        let d_context = array::<T, Ix4>(forward.context.dim(), 5, 1.0)?;
+        let Attention { q, k, v, mask, settings, bias, .. } = &forward;
+        let mut options = settings.options(mask);
+        if let Some(bias) = bias {
+            options = options.bias(bias)?;
+        }
+        if case.bias_gradient {
+            options = options.bias_gradient();
+        }
+        let attended = Attended::zeros(q, k, v, &options)?;
+        let saved = Saved { q, k, v, context: &attended.context, lse: &attended.lse };
+        let gradients = Gradients::zeros(&saved, &options)?;
+        let (dropout, bias_gradient) = (case.dropout, case.bias_gradient);
+        Ok(Self { forward, d_context, dropout, bias_gradient, attended, gradients })
+    }
+}
+
+impl<T: Element> Run for Training<T> {
+    fn run(&mut self) -> Outcome<()> {
+        let Attention { q, k, v, mask, settings, bias, workspace, .. } = &mut self.forward;
+        let mut options = settings.options(mask);
+        if let Some(bias) = bias {
+            options = options.bias(bias)?;
+        }
+        if self.bias_gradient {
+            options = options.bias_gradient();
+        }
+        if let Some(rate) = self.dropout {
+            options = options.dropout(rate, 1);
+        }
+        attention::forward_saving_into(q, k, v, &options, &mut self.attended, workspace)?;
+        let saved = Saved { q, k, v, context: &self.attended.context, lse: &self.attended.lse };
+        Ok(attention::backward_into(&saved, &self.d_context, &options, &mut self.gradients, workspace)?)
+    }
+
+    fn flop(&self) -> f64 {
+        3.5 * self.forward.flop()
+    }
+
+    fn sums(&self) -> (f64, f64) {
+        let Gradients { d_q, d_k, d_v, .. } = &self.gradients;
+        sums(d_q.iter().chain(d_k).chain(d_v))
+    }
+}
+
 impl<T: Element> Layer<T> {
     fn new(case: &Case) -> Outcome<Self> {
         let Case { batch, heads, len, d_model, .. } = *case;
@@ -279,8 +344,9 @@ struct Instrument {
 impl Instrument {
     fn answer(&mut self, line: &str) -> Outcome<Value> {
         let case: Case = serde_json::from_str(line)?;
-        if let Some(pass) = case.pass.as_deref().filter(|&pass| pass != "forward") {
-            return Err(format!("pass: expected forward, got {pass}").into());
+        let pass = case.pass.as_deref().unwrap_or("forward");
+        if pass == "forward" && (case.dropout.is_some() || case.bias_gradient) {
+            return Err("dropout and bias_gradient: expected a pass of forward_backward".into());
         }
         let pool = self.pools.entry(case.threads);
         let pool = match pool {
@@ -299,15 +365,17 @@ impl Instrument {
         let same = |last: &Case| Case { rounds: case.rounds, ..last.clone() } == case;
         if !self.last.as_ref().is_some_and(|(last, ..)| same(last)) {
             self.last = None;
-            let mut run: Box<dyn Run> = match (case.op.as_str(), case.dtype.as_str()) {
-                ("attention", "f32") => Box::new(Attention::<f32>::new(&case)?),
-                ("attention", "f64") => Box::new(Attention::<f64>::new(&case)?),
-                ("layer", "f32") => Box::new(Layer::<f32>::new(&case)?),
-                ("layer", "f64") => Box::new(Layer::<f64>::new(&case)?),
-                (op, dtype) => {
-                    return Err(
-                        format!("expected op peak, attention or layer in f32 or f64, got {op} in {dtype}").into()
-                    );
+            let mut run: Box<dyn Run> = match (case.op.as_str(), pass, case.dtype.as_str()) {
+                ("attention", "forward", "f32") => Box::new(Attention::<f32>::new(&case)?),
+                ("attention", "forward", "f64") => Box::new(Attention::<f64>::new(&case)?),
+                ("attention", "forward_backward", "f32") => Box::new(Training::<f32>::new(&case)?),
+                ("attention", "forward_backward", "f64") => Box::new(Training::<f64>::new(&case)?),
+                ("layer", "forward", "f32") => Box::new(Layer::<f32>::new(&case)?),
+                ("layer", "forward", "f64") => Box::new(Layer::<f64>::new(&case)?),
+                (op, pass, dtype) => {
+                    let expected =
+                        "op peak, attention or layer, pass forward or forward_backward (of attention), f32 or f64";
+                    return Err(format!("expected {expected}, got {op}, {pass}, {dtype}").into());
                 }
             };
             let repeats = pool.install(|| warm_up(run.as_mut())).map_err(|e| e.to_string())?;

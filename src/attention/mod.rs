@@ -50,7 +50,7 @@ pub use workspace::Workspace;
 use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
 use crate::element::{Element, zeros};
-use crate::error::{Result, check_shape};
+use crate::error::{Error, Result, check_shape};
 pub(crate) use problem::{Dims, check_finite, check_scale, check_softcap};
 use problem::{Problem, Rules};
 pub(crate) use relative_keys::check_relative_keys;
@@ -70,6 +70,35 @@ pub struct Attended<T> {
 }
 
 impl<T: Element> Attended<T> {
+    /// Zeros of the shapes that a call gives, for [`forward_saving_into`].
+    ///
+    /// ```
+    /// use multihead::{attention, ndarray::Array4, Attended, Options};
+    /// let q = Array4::<f32>::zeros((1, 2, 3, 8));
+    /// assert_eq!(Attended::zeros(&q, &q, &q, &Options::new())?.context.dim(), (1, 2, 3, 8));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`forward`].
+    pub fn zeros(q: &ArrayRef4<T>, k: &ArrayRef4<T>, v: &ArrayRef4<T>, options: &Options<'_, T>) -> Result<Self> {
+        let dims = T::check([q, k, v], options)?;
+        let [batch, heads, q_len, _] = dims.scores();
+        let shape = (batch, heads, q_len, dims.value_dim);
+        let context = zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?;
+        let (lse, weights) = lse_and_weights(dims.scores(), options)?;
+        Ok(Self { context, lse, weights })
+    }
+
+    /// The arrays as a path fills them.
+    fn outputs(&mut self) -> Outputs<'_, T> {
+        Outputs {
+            context: self.context.view_mut(),
+            lse: Some(self.lse.view_mut()),
+            weights: self.weights.as_mut().map(|weights| weights.view_mut()),
+        }
+    }
+
     /// `[batch, q_len, kv_len]`: the weights averaged over the heads, if there are weights.
     ///
     /// ```
@@ -121,18 +150,9 @@ pub fn forward<T: Element>(
     v: &ArrayRef4<T>,
     options: &Options<'_, T>,
 ) -> Result<Attended<T>> {
-    let dims = T::check([q, k, v], options)?;
-    let [batch, heads, q_len, kv_len] = dims.scores();
-    let shape = (batch, heads, q_len, dims.value_dim);
-    let mut context = zeros("context", "[batch, num_heads, q_len, value_dim]", shape)?;
-    let (mut lse, mut weights) = lse_and_weights([batch, heads, q_len, kv_len], options)?;
-    let outputs = Outputs {
-        context: context.view_mut(),
-        lse: Some(lse.view_mut()),
-        weights: weights.as_mut().map(|weights| weights.view_mut()),
-    };
-    T::attend([q, k, v], options, outputs, &mut Workspace::new())?;
-    Ok(Attended { context, lse, weights })
+    let mut attended = Attended::zeros(q, k, v, options)?;
+    T::attend([q, k, v], options, attended.outputs(), &mut Workspace::new())?;
+    Ok(attended)
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
@@ -163,6 +183,47 @@ pub fn forward_into<T: Element>(
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;
     let outputs = Outputs { context: context.view_mut(), lse: None, weights: None };
     T::attend([q, k, v], options, outputs, workspace)
+}
+
+/// [`forward`] into arrays of the caller's, of any strides: the context, the lse that [`backward`] needs, and the weights
+/// if the options ask for them. What they held before does not matter.
+///
+/// ```
+/// use multihead::{attention, ndarray::Array4, Attended, Options, Workspace};
+/// let q = Array4::<f32>::ones((1, 4, 3, 8));
+/// let mut attended = Attended::zeros(&q, &q, &q, &Options::new())?;
+/// let mut workspace = Workspace::new();
+/// attention::forward_saving_into(&q, &q, &q, &Options::new(), &mut attended, &mut workspace)?;
+/// assert_eq!(attended, attention::forward(&q, &q, &q, &Options::new())?);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`forward`], and [`crate::Error::Shape`] or [`crate::Error::Value`] if an array of `attended` has other lengths, or
+/// there are weights unasked or none. Nothing is written then.
+pub fn forward_saving_into<T: Element>(
+    q: &ArrayRef4<T>,
+    k: &ArrayRef4<T>,
+    v: &ArrayRef4<T>,
+    options: &Options<'_, T>,
+    attended: &mut Attended<T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    let dims = T::check([q, k, v], options)?;
+    let [batch, num_heads, q_len, kv_len] = dims.scores().map(Some);
+    let expected = [batch, num_heads, q_len, Some(dims.value_dim)];
+    check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, attended.context.shape())?;
+    check_shape("lse", "[batch, num_heads, q_len]", [batch, num_heads, q_len], attended.lse.shape())?;
+    match (&attended.weights, options.keeps_weights()) {
+        (Some(weights), true) => {
+            let expected = [batch, num_heads, q_len, kv_len];
+            check_shape("weights", "[batch, num_heads, q_len, kv_len]", expected, weights.shape())?;
+        }
+        (None, false) => {}
+        (None, true) => return Err(Error::value("weights", "an array, which the options ask for", "None")),
+        (Some(_), false) => return Err(Error::value("weights", "None, as the options ask for none", "an array")),
+    }
+    T::attend([q, k, v], options, attended.outputs(), workspace)
 }
 
 /// The lse `[batch, num_heads, q_len]` of a call and, if it asks for them, the weights `[batch, num_heads, q_len, kv_len]`.

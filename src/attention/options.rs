@@ -320,7 +320,7 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// Query positions of a work item of the tiled path, for measuring. It moves time and scratch, and no bit of the
-    /// result.
+    /// result but for the gradients of keys and values that several query heads read: these are summed tile by tile.
     ///
     /// ```
     /// # use multihead::Options;

@@ -35,16 +35,7 @@ impl Core {
 
     fn gradients_in<T: Element>(&self, way: Way, d_context: &Array4<f64>) -> Result<Gradients<f64>> {
         self.differentiated::<T, _>(way, d_context, |saved, d_context, options| {
-            let gradients = attention::backward(saved, d_context, options)?;
-            Ok(Gradients {
-                d_q: widened(&gradients.d_q),
-                d_k: widened(&gradients.d_k),
-                d_v: widened(&gradients.d_v),
-                d_bias: gradients.d_bias.map(|d_bias| widened(&d_bias)),
-                d_sinks: gradients.d_sinks.map(|d_sinks| widened(&d_sinks)),
-                d_relative_bias: gradients.d_relative_bias.map(|d_table| widened(&d_table)),
-                d_relative_keys: gradients.d_relative_keys.map(|d_keys| widened(&d_keys)),
-            })
+            Ok(widened_gradients(&attention::backward(saved, d_context, options)?))
         })
     }
 
@@ -77,6 +68,20 @@ impl Core {
             let gradients = self.gradients(way, d_context).unwrap_or_else(|e| panic!("{way}: {e}"));
             check(way, &gradients);
         }
+    }
+}
+
+/// The same gradients in `f64`.
+pub(crate) fn widened_gradients<T: Element>(gradients: &Gradients<T>) -> Gradients<f64> {
+    let Gradients { d_q, d_k, d_v, d_bias, d_sinks, d_relative_bias, d_relative_keys } = gradients;
+    Gradients {
+        d_q: widened(d_q),
+        d_k: widened(d_k),
+        d_v: widened(d_v),
+        d_bias: d_bias.as_ref().map(|x| widened(x)),
+        d_sinks: d_sinks.as_ref().map(|x| widened(x)),
+        d_relative_bias: d_relative_bias.as_ref().map(|x| widened(x)),
+        d_relative_keys: d_relative_keys.as_ref().map(|x| widened(x)),
     }
 }
 
