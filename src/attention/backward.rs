@@ -351,7 +351,7 @@ impl<T: Element> Backward<'_, '_, T> {
         let mut seen = Seen {
             bits: [0; MAX_TILE],
             panels: [const { 0..0 }; MAX_GROUPS],
-            groups: [const { MAX_GROUPS..0 }; KEYS / PANEL],
+            groups: [const { 0..0 }; KEYS / PANEL],
             partial: false,
         };
         // Most tiles are visible to all rows of the step; only the others are looked at group by group.
@@ -416,7 +416,7 @@ impl<T: Element> Backward<'_, '_, T> {
             seen.partial |= visible[..rows.len()].iter().any(|&bits| bits != u64::MAX);
             seen.bits[rows.clone()].copy_from_slice(&visible[..rows.len()]);
             for groups in &mut seen.groups[panels.clone()] {
-                *groups = groups.start.min(index)..index + 1;
+                *groups = hull(groups, &(index..index + 1));
             }
             seen.panels[index] = panels;
         }
@@ -430,8 +430,7 @@ impl<T: Element> Backward<'_, '_, T> {
             (0..KEYS / PANEL).rfind(|&panel| !seen.groups[panel].is_empty()).map_or(0, |panel| (panel + 1) * PANEL);
         for first in (0..end).step_by(MAX_ROWS) {
             let strip = first..end.min(first + MAX_ROWS);
-            let (one, other) = (&seen.groups[first / PANEL], &seen.groups[(strip.end - 1) / PANEL]);
-            let groups = one.start.min(other.start)..one.end.max(other.end);
+            let groups = hull(&seen.groups[first / PANEL], &seen.groups[(strip.end - 1) / PANEL]);
             let seeing = groups.start * MAX_ROWS..rows.min(groups.end * MAX_ROWS);
             if seeing.is_empty() {
                 continue;
@@ -495,6 +494,15 @@ impl<T: Element> Backward<'_, '_, T> {
             k_width,
             v_width,
         });
+    }
+}
+
+/// The smallest range that holds both, of which either may be empty.
+fn hull(one: &Range<usize>, other: &Range<usize>) -> Range<usize> {
+    match (one.is_empty(), other.is_empty()) {
+        (true, _) => other.clone(),
+        (_, true) => one.clone(),
+        _ => one.start.min(other.start)..one.end.max(other.end),
     }
 }
 

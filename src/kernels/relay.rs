@@ -185,7 +185,7 @@ impl<T> RelayItem<'_, T> {
         let kv_head = relay.cut.heads.read_kv_head(pair.index);
         self.has(pair).then(|| {
             [&relay.d_k, &relay.d_v].map(|target| {
-                let part = target.clone().slice_move(s![pair.entry, kv_head, keys.clone(), ..]);
+                let part = (*target).slice_move(s![pair.entry, kv_head, keys.clone(), ..]);
                 // SAFETY: the target is borrowed exclusively for as long as the relay lives. Items are handed out once
                 // (`Relay::next`) and differ in block, entry or KV head, so no other thread has these rows; `&mut self`
                 // keeps this one from having them twice.
@@ -222,7 +222,7 @@ impl<T> RelayItem<'_, T> {
             head < relay.cut.heads.num_heads() && self.has(Pair { entry, index: relay.cut.heads.read_index(head) });
         let [entry, head] = [(0, entry), (1, head)].map(|(axis, index)| if relay.joint[axis] { 0 } else { index });
         own.then(|| {
-            let part = target.clone().slice_move(s![entry, head, .., keys]);
+            let part = (*target).slice_move(s![entry, head, .., keys]);
             // SAFETY: as above. Where entries or heads share a gradient, one item has all of them (`joint`).
             unsafe { part.deref_into_view_mut() }
         })
@@ -309,7 +309,7 @@ impl<T> Turn<'_, T> {
         let group = heads.group_size(kv_head);
         let head = heads.query_head(kv_head, self.step % group);
         let start = self.step / group * query_tile;
-        let part = d_q.clone().slice_move(s![self.pair.entry, head, start..*q_len.min(&(start + query_tile)), ..]);
+        let part = (*d_q).slice_move(s![self.pair.entry, head, start..*q_len.min(&(start + query_tile)), ..]);
         // SAFETY: the target is borrowed exclusively for as long as the relay lives. Steps differ in entry, head or
         // positions, and this step belongs to one block at a time: `turn` waited for the blocks before, which do not come
         // back to a step that they have passed, and the blocks after wait for this turn to be dropped.
