@@ -19,6 +19,9 @@ use crate::position::RopeTable;
 /// each head and distance. The distances are those that a call has, at most `q_len + 2 kv_len`, and that the table tells
 /// apart.
 ///
+/// Where few queries meet many keys (at most 384 rows of a KV head), the keys are cut into chunks, and a chunk leaves
+/// `rows * (width + 17)` numbers: below a tenth of the keys and values.
+///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
 /// packed weights; with RoPE, `len * dims` numbers for the angles of the positions and `66 * dims` numbers of `f64` that
@@ -39,6 +42,10 @@ pub struct Workspace<T> {
     workers: Vec<Scratch<T>>,
     /// Biases by distance.
     pub(super) lines: Vec<T>,
+    /// A state for each item of a call whose keys are cut.
+    states: Vec<T>,
+    /// Lengths of a cache, while it is written to.
+    pub(crate) lengths: Vec<usize>,
     /// What a layer keeps between its projections.
     pub(crate) layer: LayerBuffers<T>,
 }
@@ -64,7 +71,29 @@ impl<T: Element> Workspace<T> {
     /// # let _ = &mut workspace;
     /// ```
     pub fn new() -> Self {
-        Self { workers: Vec::new(), lines: Vec::new(), layer: LayerBuffers::default() }
+        Self {
+            workers: Vec::new(),
+            lines: Vec::new(),
+            states: Vec::new(),
+            lengths: Vec::new(),
+            layer: LayerBuffers::default(),
+        }
+    }
+
+    /// Scratch for `count` threads, and a state for each of `items`.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if it cannot be had.
+    pub(super) fn split(
+        &mut self,
+        count: usize,
+        size: &ItemSize,
+        items: usize,
+    ) -> Result<(&mut [Scratch<T>], &mut [T])> {
+        self.workers(count).iter_mut().try_for_each(|scratch| scratch.reserve(size))?;
+        let numbers = items.saturating_mul(size.state_len());
+        reserve(&mut self.states, numbers).ok_or_else(|| size.too_large())?;
+        Ok((&mut self.workers[..count], aligned(&mut self.states, numbers)))
     }
 
     /// Scratch for `count` threads.
@@ -113,6 +142,17 @@ impl ItemSize {
         self.dims.value_dim.div_ceil(PANEL).saturating_mul(PANEL)
     }
 
+    /// Numbers of the state of all rows, whole cache lines of them: threads write states side by side.
+    pub(super) fn state_len(&self) -> usize {
+        self.rows.saturating_mul(self.width() + PANEL + 1).div_ceil(2 * PANEL).saturating_mul(2 * PANEL)
+    }
+
+    fn too_large(&self) -> Error {
+        let Self { rows, dims: Dims { head_dim, value_dim, .. }, .. } = *self;
+        let axes = "[rows, head_dim, value_dim]";
+        Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] }
+    }
+
     /// Queries, context, maxima, sums, keys, values, scores, bias, relative; see `walk.rs` for what is in them.
     fn lengths(&self) -> [usize; 9] {
         let Self { rows, dims: Dims { head_dim, .. }, biased, distances, .. } = *self;
@@ -137,14 +177,11 @@ impl<T: Element> Scratch<T> {
     /// # Errors
     /// [`Error::TooLarge`] if it cannot be had: heads of a broadcast view can be wider than memory.
     pub(super) fn reserve(&mut self, size: &ItemSize) -> Result<()> {
-        let ItemSize { rows, dims: Dims { head_dim, value_dim, .. }, .. } = *size;
-        let axes = "[rows, head_dim, value_dim]";
-        let too_large = || Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] };
-        let row_keys = if size.drops { rows } else { 0 };
+        let row_keys = if size.drops { size.rows } else { 0 };
         self.row_keys.clear();
-        self.row_keys.try_reserve_exact(row_keys).map_err(|_| too_large())?;
+        self.row_keys.try_reserve_exact(row_keys).map_err(|_| size.too_large())?;
         let mut buffers = self.buffers.iter_mut().zip(size.lengths());
-        buffers.try_for_each(|(buffer, n)| reserve(buffer, n)).ok_or_else(too_large)
+        buffers.try_for_each(|(buffer, n)| reserve(buffer, n)).ok_or_else(|| size.too_large())
     }
 
     /// The buffers of [`ItemSize::lengths`], with whatever they hold, and room for the key of each row.
