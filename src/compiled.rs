@@ -6,7 +6,8 @@
 
 use ndarray::ArrayRef4;
 
-use crate::attention::{self, Dims, GradientsMut, Options, Outputs, Saved, Workspace};
+use crate::attention::{self, Dims, GradientsMut, NewTokens, Options, Outputs, Saved, Workspace};
+use crate::cache::Slots;
 use crate::error::Result;
 use crate::kernels::{Level, Real};
 use crate::linear::{self, Projected};
@@ -38,6 +39,45 @@ pub(crate) trait Compiled: Real {
         d_context: &ArrayRef4<Self>,
         options: &Options<'_, Self>,
         gradients: GradientsMut<'_, Self>,
+        workspace: &mut Workspace<Self>,
+    ) -> Result<()>;
+
+    /// Checks all arguments of a decode; returns its lengths.
+    fn check_decode(q: &ArrayRef4<Self>, cache: &dyn Slots<Self>, options: &Options<'_, Self>) -> Result<Dims>;
+
+    /// As `check_decode`, before there are queries.
+    fn check_reading(
+        num_heads: usize,
+        q_len: usize,
+        cache: &dyn Slots<Self>,
+        options: &Options<'_, Self>,
+    ) -> Result<Dims>;
+
+    /// Attention over a cache into outputs whose shapes are those of the call.
+    fn decode(
+        q: &ArrayRef4<Self>,
+        cache: &dyn Slots<Self>,
+        options: &Options<'_, Self>,
+        outputs: Outputs<'_, Self>,
+        workspace: &mut Workspace<Self>,
+    ) -> Result<()>;
+
+    /// Checks all arguments of an extension; returns its lengths.
+    fn check_extend(
+        tokens: &NewTokens<'_, Self>,
+        cache: &mut dyn Slots<Self>,
+        options: &Options<'_, Self>,
+    ) -> Result<Dims>;
+
+    /// As `check_extend`, before there are arrays.
+    fn plan(num_heads: usize, q_len: usize, cache: &mut dyn Slots<Self>, options: &Options<'_, Self>) -> Result<Dims>;
+
+    /// Appends tokens and attends with their queries.
+    fn extend(
+        tokens: &NewTokens<'_, Self>,
+        cache: &mut dyn Slots<Self>,
+        options: &Options<'_, Self>,
+        outputs: Outputs<'_, Self>,
         workspace: &mut Workspace<Self>,
     ) -> Result<()>;
 
@@ -88,6 +128,56 @@ macro_rules! compiled {
                 workspace: &mut Workspace<Self>,
             ) -> Result<()> {
                 attention::differentiate(saved, d_context, options, gradients, workspace)
+            }
+
+            fn check_decode(q: &ArrayRef4<Self>, cache: &dyn Slots<Self>, options: &Options<'_, Self>) -> Result<Dims> {
+                attention::check_decode(q, cache, options)
+            }
+
+            fn check_reading(
+                num_heads: usize,
+                q_len: usize,
+                cache: &dyn Slots<Self>,
+                options: &Options<'_, Self>,
+            ) -> Result<Dims> {
+                attention::check_reading(num_heads, q_len, cache, options)
+            }
+
+            fn decode(
+                q: &ArrayRef4<Self>,
+                cache: &dyn Slots<Self>,
+                options: &Options<'_, Self>,
+                outputs: Outputs<'_, Self>,
+                workspace: &mut Workspace<Self>,
+            ) -> Result<()> {
+                attention::decode_checked(q, cache, options, outputs, workspace)
+            }
+
+            fn check_extend(
+                tokens: &NewTokens<'_, Self>,
+                cache: &mut dyn Slots<Self>,
+                options: &Options<'_, Self>,
+            ) -> Result<Dims> {
+                attention::check_extend(tokens, cache, options)
+            }
+
+            fn plan(
+                num_heads: usize,
+                q_len: usize,
+                cache: &mut dyn Slots<Self>,
+                options: &Options<'_, Self>,
+            ) -> Result<Dims> {
+                attention::plan(num_heads, q_len, cache, options)
+            }
+
+            fn extend(
+                tokens: &NewTokens<'_, Self>,
+                cache: &mut dyn Slots<Self>,
+                options: &Options<'_, Self>,
+                outputs: Outputs<'_, Self>,
+                workspace: &mut Workspace<Self>,
+            ) -> Result<()> {
+                attention::extend_checked(tokens, cache, options, outputs, workspace)
             }
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {

@@ -43,7 +43,18 @@ mod sealed {
 
 /// A number type of the crate: `f32` or `f64`. Sealed, because every kernel is tested for both and for nothing else.
 pub trait Element:
-    sealed::Sealed + LinalgScalar + ScalarOperand + Float + NumAssign + Debug + Display + Default + Send + Sync + 'static
+    sealed::Sealed
+    + crate::Storage<Element = Self>
+    + LinalgScalar
+    + ScalarOperand
+    + Float
+    + NumAssign
+    + Debug
+    + Display
+    + Default
+    + Send
+    + Sync
+    + 'static
 {
     /// The nearest value of this type.
     fn from_f64(x: f64) -> Self;

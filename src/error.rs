@@ -136,6 +136,30 @@ pub enum Error {
         /// The lengths it would have had.
         got: Vec<usize>,
     },
+    /// A batch entry of a cache has no room for the tokens.
+    #[error("cache[{entry}]: expected at most capacity = {capacity} tokens, got {length} and {requested} more")]
+    CacheFull {
+        /// The batch entry.
+        entry: usize,
+        /// What it has room for.
+        capacity: usize,
+        /// What it holds.
+        length: usize,
+        /// What was to be appended.
+        requested: usize,
+    },
+    /// A ring has overwritten keys that are needed.
+    #[error(
+        "cache[{entry}]: expected a position of at least {lowest}, since the ring has overwritten older keys, got {got}"
+    )]
+    Overwritten {
+        /// The batch entry.
+        entry: usize,
+        /// The first position whose window the ring still holds.
+        lowest: usize,
+        /// The position that a token would have.
+        got: usize,
+    },
     /// A level was asked for that this CPU cannot run.
     #[error("level: expected one that this CPU has ({available}), got {got}")]
     Level {

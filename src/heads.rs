@@ -131,7 +131,11 @@ impl HeadMap {
 
     /// Where [`HeadMap::read_kv_head`] has the KV head of a query head.
     pub(crate) fn read_index(&self, head: usize) -> usize {
-        let kv_head = self.kv_head(head);
+        self.read_index_of(self.kv_head(head))
+    }
+
+    /// Where [`HeadMap::read_kv_head`] has a KV head that is read.
+    pub(crate) fn read_index_of(&self, kv_head: usize) -> usize {
         match &self.map {
             Map::Grouped { .. } => kv_head,
             Map::Explicit { read, .. } => read.partition_point(|&other| other < kv_head),

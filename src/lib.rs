@@ -52,6 +52,7 @@
 //! - `safetensors`: the module `io`, which reads tensors from the bytes of a file.
 
 pub mod attention;
+mod cache;
 mod compiled;
 mod element;
 mod error;
@@ -68,6 +69,7 @@ mod parallel;
 pub mod position;
 
 pub use attention::{Attended, Gradients, Options, Path, Saved, Workspace};
+pub use cache::{CacheShape, KvCache, Storage};
 pub use element::Element;
 pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;

@@ -8,7 +8,7 @@ mod common;
 use common::cases::{Case, Fault, Op, Want};
 use common::core::Core;
 use common::gradients::gradient_ways;
-use common::{Answer, Call, PATHS, Precision, Way, ways};
+use common::{Answer, Call, PATHS, Precision, Via, Way, ways};
 use multihead::ndarray::{Array4, ArrayD, Dimension};
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -59,7 +59,7 @@ impl Tally {
             for want in wants {
                 let Some(got) = named(&answer, &want.name)? else { continue };
                 self.compare(file, way, want, &got);
-                compared.insert((&want.name, way.path, way.precision));
+                compared.insert((&want.name, way.path, way.via == Via::Cache, way.precision));
             }
         }
         self.answers += compared.len();
@@ -149,7 +149,7 @@ fn run(folder: &Path) -> Tally {
 /// Runs a folder and says in one line what was compared.
 fn check(folder: &Path) {
     let Tally { files, answers, worst: (ratio, worst), left_out, faults } = run(folder);
-    let paths = PATHS.map(|path| format!("{path:?}")).join(",");
+    let paths = format!("{},Cache", PATHS.map(|path| format!("{path:?}")).join(","));
     let folder = folder.display();
     println!(
         "cases: {files} files, {answers} answers compared on paths {paths}, \

@@ -19,6 +19,7 @@
 //! | --- | --- | --- |
 //! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
 //! | [`Path::Tiled`] | `forward.rs`, `walk.rs` | tiles of keys with online softmax, no scores in memory |
+//! | the same | `split.rs` | the same, keys cut into chunks: few queries, many keys |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 //!
 //! [`backward`] gives the gradients: see `gradients.rs` for the formulas, `reference_backward.rs` for the plain loops and
@@ -26,11 +27,13 @@
 
 mod backward;
 mod bias;
+mod decode;
 mod dense;
 mod distance;
 mod dropout;
 mod forward;
 mod gradients;
+mod merge;
 mod options;
 mod problem;
 mod reference;
@@ -38,12 +41,17 @@ mod reference_backward;
 mod relative_keys;
 mod schedule;
 mod source;
+mod split;
 mod walk;
 mod workspace;
 
+pub use decode::{NewTokens, decode, decode_into, extend, extend_into};
+pub(crate) use decode::{check_decode, check_extend, check_reading, decode_checked, extend_checked, plan};
 pub use gradients::{Gradients, Saved, backward, backward_into};
 pub(crate) use gradients::{GradientsMut, check_saved, differentiate};
+pub use merge::merge;
 pub use options::{Options, Path};
+pub(crate) use source::{Packed, Source};
 pub(crate) use workspace::LayerBuffers;
 pub use workspace::Workspace;
 
@@ -51,6 +59,7 @@ use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
 use crate::element::{Element, zeros};
 use crate::error::{Error, Result, check_shape};
+use crate::mask::Held;
 pub(crate) use problem::{Dims, check_finite, check_scale, check_softcap};
 use problem::{Problem, Rules};
 pub(crate) use relative_keys::check_relative_keys;
@@ -265,7 +274,7 @@ pub(crate) fn check<T: Element>([q, k, v]: [&ArrayRef4<T>; 3], options: &Options
 /// The body of [`Compiled::check_rules`](crate::compiled::Compiled::check_rules).
 pub(crate) fn check_rules<T: Element>(dims: Dims, options: &Options<'_, T>) -> Result<()> {
     options.chosen_path()?;
-    Rules::new(dims, options).map(drop)
+    Rules::new(dims, options, Held::ALL).map(drop)
 }
 
 /// The body of [`Compiled::attend`](crate::compiled::Compiled::attend).
@@ -282,18 +291,41 @@ pub(crate) fn attend<T: Element>(
         return Ok(());
     }
     problem.rules.lay_out(&problem.dims, &mut lines)?;
-    match options.chosen_path()? {
-        Path::Reference => reference::forward(&problem, outputs),
-        Path::Dense => dense::forward(&problem, outputs),
-        Path::Auto | Path::Tiled => {
-            let Problem { dims, q, k, v, rules } = &problem;
-            let source = Arrays { k: k.view(), v: v.view() };
-            let call = Call { dims: *dims, q: q.view(), first: 0, rules, source: &source };
-            forward::forward(&call, options.query_tile, outputs, workspace)
-        }
-    }?;
+    run(&problem, options, outputs, workspace)?;
     workspace.lines = lines;
     Ok(())
+}
+
+/// Fills the outputs of a call that has been checked, on the path that was chosen.
+fn run<T: Element>(
+    problem: &Problem<'_, T>,
+    options: &Options<'_, T>,
+    outputs: Outputs<'_, T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    match options.chosen_path()? {
+        Path::Reference => reference::forward(problem, outputs),
+        Path::Dense => dense::forward(problem, outputs),
+        Path::Auto | Path::Tiled => {
+            let Problem { dims, q, k, v, rules } = problem;
+            let source = Arrays { k: k.view(), v: v.view() };
+            let call = Call { dims: *dims, q: q.view(), first: 0, rules, source: &source };
+            tiled(&call, options.query_tile, outputs, workspace)
+        }
+    }
+}
+
+/// Tiles with online softmax: the keys cut into chunks where there are few queries, the queries into blocks elsewhere.
+fn tiled<'p, T: Element>(
+    call: &'p Call<'p, '_, T>,
+    query_tile: Option<usize>,
+    outputs: Outputs<'_, T>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    match split::chunk_tiles(call) {
+        Some(tiles) => split::forward(call, tiles, outputs, workspace),
+        None => forward::forward(call, query_tile, outputs, workspace),
+    }
 }
 
 #[cfg(test)]

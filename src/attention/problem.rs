@@ -13,7 +13,7 @@ use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
 use crate::kernels::Level;
-use crate::mask::{BoundMask, HeadMask, Mask};
+use crate::mask::{BoundMask, HeadMask, Held, Mask};
 
 /// The lengths of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,10 +57,10 @@ pub(crate) struct Rules<'a, T> {
 static NO_MASK: Mask = Mask::NONE;
 
 impl<'a, T: Element> Rules<'a, T> {
-    /// Checks everything but the arrays of queries, keys and values.
-    pub(crate) fn new(dims: Dims, options: &'a Options<'_, T>) -> Result<Self> {
-        let [batch, num_heads, q_len, kv_len] = dims.scores();
-        let mask = options.mask.unwrap_or(&NO_MASK).bind(batch, num_heads, q_len, kv_len)?;
+    /// Checks everything but the arrays of queries, keys and values. `held` says which keys there are.
+    pub(crate) fn new(dims: Dims, options: &'a Options<'_, T>, held: Held<'a>) -> Result<Self> {
+        let num_heads = dims.num_heads;
+        let mask = BoundMask::new(options.mask.unwrap_or(&NO_MASK), dims.scores(), held)?;
         Ok(Self {
             heads: match options.heads {
                 Some(map) => Cow::Borrowed(map),
@@ -104,7 +104,12 @@ impl<'a, T: Element> Rules<'a, T> {
             let mask = self.mask.head(entry, 0);
             Span::new(mask.position(0), mask.position(dims.q_len.saturating_sub(1)), dims.kv_len)
         };
-        (0..dims.batch).map(of_entry).reduce(Span::union).unwrap_or(Span { lowest: 0, highest: 0 })
+        let span = (0..dims.batch).map(of_entry).reduce(Span::union).unwrap_or(Span { lowest: 0, highest: 0 });
+        match self.mask.last() {
+            // A ring is far longer than what its queries see.
+            Some(last) => Span { lowest: span.lowest.max(-last), highest: span.highest.min(0) },
+            None => span,
+        }
     }
 }
 
@@ -138,6 +143,15 @@ impl<'a, T: Element> Problem<'a, T> {
         v: &'a ArrayRef4<T>,
         options: &'a Options<'_, T>,
     ) -> Result<Self> {
+        Self::with_held([q, k, v], options, Held::ALL)
+    }
+
+    /// A call in which not every batch entry has all keys of the arrays.
+    pub(crate) fn with_held(
+        [q, k, v]: [&'a ArrayRef4<T>; 3],
+        options: &'a Options<'_, T>,
+        held: Held<'a>,
+    ) -> Result<Self> {
         let (batch, num_heads, q_len, head_dim) = q.dim();
         let (_, num_kv_heads, kv_len, _) = k.dim();
         let value_dim = v.dim().3;
@@ -149,7 +163,7 @@ impl<'a, T: Element> Problem<'a, T> {
         let expected = [Some(batch), Some(num_kv_heads), Some(kv_len), None];
         check_shape("v", "[batch, num_kv_heads, kv_len, value_dim]", expected, v.shape())?;
         let dims = Dims { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim };
-        Ok(Self { dims, q: q.view(), k: k.view(), v: v.view(), rules: Rules::new(dims, options)? })
+        Ok(Self { dims, q: q.view(), k: k.view(), v: v.view(), rules: Rules::new(dims, options, held)? })
     }
 
     /// Everything that belongs to one query head of one batch entry.

@@ -61,6 +61,43 @@ pub(crate) fn back_tile(dims: &Dims, wish: Option<usize>) -> usize {
     chosen.clamp(1, dims.q_len.max(1)).min(MAX_TILE)
 }
 
+/// Rows up to which keys are cut instead of queries: twice [`FEWEST_ROWS`], from where on queries make items enough.
+const MOST_SPLIT_ROWS: usize = 384;
+
+/// Items of a split call, as far as its chunks stay within the bounds below: 64 of them leave two threads 1.5 % apart.
+const SPLIT_ITEMS: usize = 64;
+
+/// Calls with more items than this are not split: entries and heads are work enough.
+const MOST_WHOLE_ITEMS: usize = 256;
+
+/// Tiles of a chunk at least and at most. The state of a chunk is written and merged once, which costs as much as a few
+/// keys; and chunks of 2048 keys keep batches of unlike lengths balanced.
+const FEWEST_CHUNK_TILES: usize = 4;
+const MOST_CHUNK_TILES: usize = 32;
+
+/// Tiles of a chunk of keys, if the keys of `rows` rows are to be cut. `items` counts entries and KV heads, `span` gives
+/// the tiles that an entry sees at most. Depends on shapes and the mask only, and not on how queries are cut.
+pub(crate) fn chunk_tiles(rows: usize, items: usize, span: impl Fn() -> usize) -> Option<usize> {
+    if rows > MOST_SPLIT_ROWS || items > MOST_WHOLE_ITEMS {
+        return None;
+    }
+    let span = span();
+    // Eight keys to a row, so that the states of all chunks are small against the keys and values.
+    let fewest = (8 * rows).div_ceil(KEYS).max(FEWEST_CHUNK_TILES);
+    let even = span.saturating_mul(items).div_ceil(SPLIT_ITEMS);
+    let chunk = even.min(MOST_CHUNK_TILES).max(fewest);
+    (chunk < span).then_some(chunk)
+}
+
+/// Reading a number of a key or value costs as much as so many operations: 4 bytes at 12 GB/s against 150 GFLOP/s.
+const FLOP_PER_NUMBER: f64 = 48.0;
+
+/// The work of a call with few rows, as far as it decides on threads. `tiles` is what an entry sees at most.
+pub(crate) fn work(dims: &Dims, num_read: usize, tiles: usize) -> f64 {
+    let keys = dims.batch as f64 * num_read as f64 * tiles as f64 * KEYS as f64;
+    dims.flop() + FLOP_PER_NUMBER * keys * (dims.head_dim as f64 + dims.value_dim as f64)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,6 +115,20 @@ mod tests {
         assert_eq!(tile(dims(1, 32, 1, 100), 32), 7);
         let wide = Dims { head_dim: 1 << 20, ..dims(1, 1, 1, 4096) };
         assert_eq!(tile(wide, 1), 192);
+    }
+
+    #[test]
+    fn keys_are_cut_where_queries_are_few() {
+        // One token against 32768 keys: MHA, GQA, MQA.
+        assert_eq!(chunk_tiles(1, 32, || 512), Some(32));
+        assert_eq!(chunk_tiles(4, 8, || 512), Some(32));
+        assert_eq!(chunk_tiles(32, 1, || 512), Some(8));
+        assert_eq!(chunk_tiles(1, 8, || 8), Some(4));
+        assert_eq!(chunk_tiles(1, 8, || 4), None);
+        assert_eq!(chunk_tiles(384, 1, || 512), Some(48));
+        assert_eq!(chunk_tiles(385, 1, || 512), None);
+        assert_eq!(chunk_tiles(1, 257, || 512), None);
+        assert_eq!(chunk_tiles(0, 0, || 0), None);
     }
 
     #[test]

@@ -75,7 +75,25 @@ impl<T: Element> Total<T> {
     }
 }
 
-impl<T: Element> State<'_, T> {
+impl<T: Copy> Call<'_, '_, T> {
+    /// The tiles that some of the query positions can see.
+    pub(super) fn tiles(&self, mask: &HeadMask<'_>, positions: Range<usize>) -> Range<usize> {
+        if positions.is_empty() {
+            return 0..0;
+        }
+        let (first, last) = (self.first + positions.start, self.first + positions.end - 1);
+        mask.keys(first).start / KEYS..mask.keys(last).end.min(self.dims.kv_len).div_ceil(KEYS)
+    }
+}
+
+impl<'s, T: Element> State<'s, T> {
+    /// Cut from the [`ItemSize::state_len`] numbers of an item.
+    pub(super) fn new(numbers: &'s mut [T], size: &ItemSize) -> Self {
+        let (context, rest) = numbers.split_at_mut(size.rows * size.width());
+        let (sums, rest) = rest.split_at_mut(size.rows * PANEL);
+        Self { context, sums, maxima: &mut rest[..size.rows] }
+    }
+
     /// Before the first key.
     pub(super) fn clear(&mut self) {
         self.context.fill(T::zero());
@@ -173,11 +191,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// The tiles that some row can see.
     pub(super) fn tiles(&self) -> Range<usize> {
-        if self.rows == 0 {
-            return 0..0;
-        }
-        let (first, last) = self.outer_keys(0..self.rows);
-        first.start / KEYS..last.end.min(self.call.dims.kv_len).div_ceil(KEYS)
+        let positions = if self.rows == 0 { 0..0 } else { self.at.positions.clone() };
+        self.call.tiles(&self.mask, positions)
     }
 
     /// Meets the keys of the tiles that are among `tiles`, in ascending order.
@@ -381,6 +396,29 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
         self.kernels.divide(context, total);
         Total::Keys { reference, total }
+    }
+
+    /// Adds what the same rows have met elsewhere: the numbers of a [`State::new`].
+    pub(super) fn add(&self, state: &mut State<'_, T>, numbers: &[T]) {
+        let width = self.size().width();
+        let (context, rest) = numbers.split_at(self.rows * width);
+        let (sums, maxima) = rest.split_at(self.rows * PANEL);
+        for row in 0..self.rows {
+            let other = maxima[row];
+            if other == T::neg_infinity() {
+                continue;
+            }
+            let maximum = &mut state.maxima[row];
+            let reference = maximum.max(other);
+            // A row that has seen nothing is zero, and 2^-inf keeps it so.
+            let factors = [(*maximum - reference).exp2(), (other - reference).exp2()];
+            *maximum = reference;
+            let weigh = |to: &mut [T], from: &[T]| {
+                to.iter_mut().zip(from).for_each(|(to, &from)| *to = *to * factors[0] + from * factors[1]);
+            };
+            weigh(&mut state.context[row * width..][..width], &context[row * width..][..width]);
+            weigh(&mut state.sums[row * PANEL..][..PANEL], &sums[row * PANEL..][..PANEL]);
+        }
     }
 
     /// The finished context of a row.

@@ -20,6 +20,9 @@ use std::sync::atomic::AtomicUsize;
 /// each head and distance. The distances are those that a call has, at most `q_len + 2 kv_len`, and that the table tells
 /// apart.
 ///
+/// Where few queries meet many keys (at most 384 rows of a KV head), the keys are cut into chunks, and a chunk leaves
+/// `rows * (width + 17)` numbers: below a tenth of the keys and values.
+///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
 /// packed weights; with RoPE, `len * dims` numbers for the angles of the positions and `66 * dims` numbers of `f64` that
@@ -41,6 +44,10 @@ pub struct Workspace<T> {
     /// Biases by distance.
     pub(super) lines: Vec<T>,
     kept: Kept<T>,
+    /// A state for each item of a call whose keys are cut.
+    states: Vec<T>,
+    /// Lengths of a cache, while it is written to.
+    pub(crate) lengths: Vec<usize>,
     /// What a layer keeps between its projections.
     pub(crate) layer: LayerBuffers<T>,
 }
@@ -66,13 +73,36 @@ impl<T: Element> Workspace<T> {
     /// # let _ = &mut workspace;
     /// ```
     pub fn new() -> Self {
-        Self { workers: Vec::new(), kept: Kept::default(), lines: Vec::new(), layer: LayerBuffers::default() }
+        Self {
+            workers: Vec::new(),
+            lines: Vec::new(),
+            kept: Kept::default(),
+            states: Vec::new(),
+            lengths: Vec::new(),
+            layer: LayerBuffers::default(),
+        }
     }
 
     /// What backward keeps for a call, and scratch for `count` threads.
     pub(super) fn backward(&mut self, count: usize) -> (&mut Kept<T>, &mut [Scratch<T>]) {
         self.workers(count);
         (&mut self.kept, &mut self.workers[..count])
+    }
+
+    /// Scratch for `count` threads, and a state for each of `items`.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if it cannot be had.
+    pub(super) fn split(
+        &mut self,
+        count: usize,
+        size: &ItemSize,
+        items: usize,
+    ) -> Result<(&mut [Scratch<T>], &mut [T])> {
+        self.workers(count).iter_mut().try_for_each(|scratch| scratch.reserve(&size.lengths()))?;
+        let numbers = items.saturating_mul(size.state_len());
+        reserve(&mut self.states, numbers).ok_or_else(|| size.too_large())?;
+        Ok((&mut self.workers[..count], aligned(&mut self.states, numbers)))
     }
 
     /// Scratch for `count` threads.
@@ -159,6 +189,17 @@ impl ItemSize {
     /// Width of the rows of context and values.
     pub(super) fn width(&self) -> usize {
         self.dims.value_dim.div_ceil(PANEL).saturating_mul(PANEL)
+    }
+
+    /// Numbers of the state of all rows, whole cache lines of them: threads write states side by side.
+    pub(super) fn state_len(&self) -> usize {
+        self.rows.saturating_mul(self.width() + PANEL + 1).div_ceil(2 * PANEL).saturating_mul(2 * PANEL)
+    }
+
+    fn too_large(&self) -> Error {
+        let Self { rows, dims: Dims { head_dim, value_dim, .. }, .. } = *self;
+        let axes = "[rows, head_dim, value_dim]";
+        Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] }
     }
 
     /// Queries, context, maxima, sums, keys, values, scores, bias, relative; see `walk.rs` for what is in them.

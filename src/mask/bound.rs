@@ -62,9 +62,7 @@ impl<'a> BoundMask<'a> {
     /// The lengths of `held` are one for each entry and at most `kv_len`.
     pub(crate) fn new(mask: &'a Mask, dims: [usize; 4], held: Held<'a>) -> Result<Self> {
         let [batch, _, q_len, kv_len] = dims;
-        for lengths in &mask.query_lengths {
-            lengths.check(batch, q_len)?;
-        }
+        mask.check_queries(batch, q_len)?;
         for ranges in &mask.key_ranges {
             ranges.check(batch, kv_len)?;
         }
@@ -80,6 +78,12 @@ impl<'a> BoundMask<'a> {
     /// [`Error::Alignment`] if two causal rules disagree.
     pub(crate) fn check_positions(&self) -> Result<()> {
         common_alignment(&self.mask.bands).map(drop)
+    }
+
+    /// How far behind its position a query sees keys at most, if this is over a ring that its position counts along.
+    pub(crate) fn last(&self) -> Option<i64> {
+        let last = self.held.last.filter(|_| self.window_align == Align::BottomRight)?;
+        i64::try_from(last).ok()
     }
 
     /// The rules of one batch entry and head.

@@ -290,6 +290,11 @@ impl Mask {
         BoundMask::new(self, [batch, num_heads, q_len, kv_len], Held::ALL)
     }
 
+    /// Checks the lengths of queries alone.
+    pub(crate) fn check_queries(&self, batch: usize, q_len: usize) -> Result<()> {
+        self.query_lengths.iter().try_for_each(|lengths| lengths.check(batch, q_len))
+    }
+
     /// How many of the `q_len` queries of a batch entry are valid.
     pub(crate) fn valid_queries(&self, entry: usize, q_len: usize) -> usize {
         self.query_lengths.iter().filter_map(|lengths| lengths.of(entry)).fold(q_len, usize::min)

@@ -1,8 +1,8 @@
 //! The walk through the layer: project, turn by position, attend, project back.
 
 use ndarray::{
-    Array, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis, Dimension, Ix2,
-    Ix3,
+    Array, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayRef4, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis,
+    Dimension, Ix2, Ix3,
 };
 
 use super::{Config, MultiHeadAttention, Weights};
@@ -74,7 +74,7 @@ pub struct Inputs<'a, T> {
     pub(super) key: ArrayView3<'a, T>,
     pub(super) value: ArrayView3<'a, T>,
     /// Of the queries, and of the keys where they have their own.
-    pub(super) positions: Positions<'a>,
+    pub(super) positions: Option<Positions<'a>>,
     pub(super) key_positions: Option<Positions<'a>>,
 }
 
@@ -89,7 +89,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// ```
     pub fn new<D: Sequence>(query: &'a ArrayRef<T, D>) -> Self {
         let query = D::batched(query);
-        Self { query, key: query, value: query, positions: Positions::default(), key_positions: None }
+        Self { query, key: query, value: query, positions: None, key_positions: None }
     }
 
     /// Keys and values from another sequence: `context: [batch, kv_len, k_dim]` or `[kv_len, k_dim]`.
@@ -129,6 +129,22 @@ pub struct LayerOutput<T> {
     pub lse: Array3<T>,
     /// `[batch, num_heads, q_len, kv_len]`: the softmax probabilities of each head, if [`Options::weights`] asked.
     pub weights: Option<Array4<T>>,
+}
+
+/// The arrays that a layer fills.
+pub(super) struct LayerOutputs<'a, T> {
+    /// `[batch, q_len, d_model]`
+    pub(super) output: ArrayViewMut3<'a, T>,
+    /// `[batch, num_heads, q_len]`
+    pub(super) lse: Option<ArrayViewMut3<'a, T>>,
+    /// `[batch, num_heads, q_len, kv_len]`
+    pub(super) weights: Option<ArrayViewMut4<'a, T>>,
+}
+
+impl<'a, T> LayerOutputs<'a, T> {
+    pub(super) fn only(output: &'a mut ArrayRef3<T>) -> Self {
+        Self { output: output.view_mut(), lse: None, weights: None }
+    }
 }
 
 impl<T: Element> MultiHeadAttention<T> {
@@ -224,7 +240,8 @@ impl<T: Element> MultiHeadAttention<T> {
         let (num_heads, kv_len) = (self.config.heads.num_heads(), inputs.key.len_of(Axis(1)));
         let (mut lse, mut weights) = lse_and_weights([batch, num_heads, q_len, kv_len], options)?;
         let kept = weights.as_mut().map(|weights| weights.view_mut());
-        self.run(inputs, options, output.view_mut(), (Some(lse.view_mut()), kept), &mut Workspace::new())?;
+        let outputs = LayerOutputs { output: output.view_mut(), lse: Some(lse.view_mut()), weights: kept };
+        self.run(inputs, options, outputs, &mut Workspace::new(), T::attend)?;
         Ok(LayerOutput { output, lse, weights })
     }
 
@@ -252,22 +269,27 @@ impl<T: Element> MultiHeadAttention<T> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let expected = [Some(batch), Some(q_len), Some(d_model)];
         check_shape("output", "[batch, q_len, d_model]", expected, output.shape())?;
-        self.run(inputs, options, output.view_mut(), (None, None), workspace)
+        self.run(inputs, options, LayerOutputs::only(output), workspace, T::attend)
     }
 
     /// Checks all that a call can get wrong, before any work; returns the shape of the output.
-    fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
+    pub(super) fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
+        self.check_shapes(inputs)?;
+        let (batch, q_len, d_model) = inputs.query.dim();
+        T::check_rules(self.dims(batch, q_len, inputs.key.len_of(Axis(1))), &self.options(options))?;
+        Ok((batch, q_len, d_model))
+    }
+
+    pub(super) fn check_shapes(&self, inputs: &Inputs<'_, T>) -> Result<()> {
         let config = &self.config;
         let Inputs { query, key, value, .. } = inputs;
-        let (batch, q_len, d_model) = query.dim();
+        let batch = query.len_of(Axis(0));
         check_shape("query", "[batch, q_len, d_model]", [None, None, Some(config.d_model)], query.shape())?;
         check_shape("key", "[batch, kv_len, k_dim]", [Some(batch), None, Some(config.k_dim)], key.shape())?;
         let kv_len = key.len_of(Axis(1));
         let expected = [Some(batch), Some(kv_len), Some(config.v_dim)];
         check_shape("value", "[batch, kv_len, v_dim]", expected, value.shape())?;
-        inputs.check_places()?;
-        T::check_rules(self.dims(batch, q_len, kv_len), &self.options(options))?;
-        Ok((batch, q_len, d_model))
+        inputs.check_places()
     }
 
     fn dims(&self, batch: usize, q_len: usize, kv_len: usize) -> Dims {
@@ -277,19 +299,21 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// The options of the call under the rules of the layer.
-    fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
+    pub(super) fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
         options.with_layer(&self.config, &self.weights)
     }
 
-    /// Fills the output, the lse and the weights; the arguments have been checked.
-    fn run(
+    /// Fills the output, the lse and the weights; the arguments have been checked. `attend` is what queries, keys and
+    /// values go through: attention, with or without a cache.
+    pub(super) fn run(
         &self,
         inputs: &Inputs<'_, T>,
         options: &Options<'_, T>,
-        output: ArrayViewMut3<'_, T>,
-        (lse, weights): (Option<ArrayViewMut3<'_, T>>, Option<ArrayViewMut4<'_, T>>),
+        outputs: LayerOutputs<'_, T>,
         workspace: &mut Workspace<T>,
+        attend: impl FnOnce([&ArrayRef4<T>; 3], &Options<'_, T>, Outputs<'_, T>, &mut Workspace<T>) -> Result<()>,
     ) -> Result<()> {
+        let LayerOutputs { output, lse, weights } = outputs;
         let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = &self.weights;
         let Config { heads, head_dim, value_dim, .. } = &self.config;
         let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
@@ -323,7 +347,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let context = reused("context", "[batch, q_len, num_heads * value_dim]", (batch, q_len, width), context)?;
         let mut context = by_head(context, num_heads, *value_dim)?;
         let outputs = Outputs { context: context.view_mut(), lse, weights };
-        T::attend([&q, &k, &v], &self.options(options), outputs, workspace)?;
+        attend([&q, &k, &v], &self.options(options), outputs, workspace)?;
 
         let merged = context.permuted_axes([0, 2, 1, 3]);
         let merged = merged.into_shape_with_order((batch, q_len, width)).map_err(too_long)?;

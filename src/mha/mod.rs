@@ -10,6 +10,7 @@
 //! are the same layer with fewer KV heads. Heads are split and merged by strides, never by copying.
 
 mod builder;
+mod decode;
 mod forward;
 mod init;
 mod positions;

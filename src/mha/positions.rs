@@ -9,7 +9,7 @@ use crate::norm::HeadNorm;
 use crate::position::{Heads, Positions, RopeTable, Turn};
 
 impl<'a, T: Element> Inputs<'a, T> {
-    /// Position of the first query for RoPE, 0 unless given; the keys count from there too unless
+    /// Position of the first query for RoPE, 0 unless given, or the length of the cache that it goes to; the keys count from there too unless
     /// [`Inputs::key_offset`] or [`Inputs::key_positions`] says otherwise. A layer without RoPE takes no notice: what
     /// a mask hides is the mask's own matter.
     ///
@@ -21,7 +21,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// ```
     #[doc(alias = "past_length")]
     pub fn offset(mut self, offset: usize) -> Self {
-        self.positions = Positions::offset(offset);
+        self.positions = Some(Positions::offset(offset));
         self
     }
 
@@ -50,7 +50,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// ```
     #[doc(alias = "position_ids")]
     pub fn positions(mut self, ids: &'a ArrayRef2<usize>) -> Self {
-        self.positions = Positions::ids(ids);
+        self.positions = Some(Positions::ids(ids));
         self
     }
 
@@ -68,9 +68,22 @@ impl<'a, T: Element> Inputs<'a, T> {
         self
     }
 
+    /// The same inputs, borrowed for less long; where no position has been given, queries and keys go on from `lengths`.
+    pub(super) fn after<'b>(&'b self, lengths: &'b [usize]) -> Inputs<'b, T> {
+        let positions = self.positions.as_ref().map_or_else(|| Positions::after(lengths), Positions::reborrow);
+        Inputs {
+            query: self.query.view(),
+            key: self.key.view(),
+            value: self.value.view(),
+            positions: Some(positions),
+            key_positions: self.key_positions.as_ref().map(Positions::reborrow),
+        }
+    }
+
     /// The positions of queries and keys.
     pub(super) fn places(&self) -> [Positions<'a>; 2] {
-        [self.positions, self.key_positions.unwrap_or(self.positions)]
+        let positions = self.positions.unwrap_or_default();
+        [positions, self.key_positions.unwrap_or(positions)]
     }
 
     /// Checks that every token has a position.

@@ -21,6 +21,8 @@ enum Kind<'a> {
     Offset(usize),
     /// `[batch, len]`, or `[1, len]` for all entries.
     Ids(ArrayView2<'a, usize>),
+    /// The first position of each entry.
+    After(&'a [usize]),
 }
 
 impl Default for Positions<'_> {
@@ -55,13 +57,32 @@ impl<'a> Positions<'a> {
         Self(Kind::Ids(ids.view()))
     }
 
+    /// Entry b goes on from position `lengths[b]`, behind what a cache holds.
+    pub(crate) fn after(lengths: &'a [usize]) -> Self {
+        Self(Kind::After(lengths))
+    }
+
+    /// The same positions, borrowed for less long.
+    pub(crate) fn reborrow(&self) -> Positions<'_> {
+        Positions(match &self.0 {
+            Kind::Offset(offset) => Kind::Offset(*offset),
+            Kind::Ids(ids) => Kind::Ids(ids.view()),
+            Kind::After(lengths) => Kind::After(lengths),
+        })
+    }
+
     /// Checks that there is a position for each token.
     pub(crate) fn check(&self, argument: &'static str, batch: usize, len: usize) -> Result<()> {
+        let room = |offset: usize| match offset.checked_add(len) {
+            Some(_) => Ok(()),
+            None => Err(Error::value(argument, "an offset that leaves room for the tokens behind it", offset)),
+        };
         match self.0 {
-            Kind::Offset(offset) => match offset.checked_add(len) {
-                Some(_) => Ok(()),
-                None => Err(Error::value(argument, "an offset that leaves room for the tokens behind it", offset)),
-            },
+            Kind::Offset(offset) => room(offset),
+            Kind::After(lengths) => {
+                check_shape(argument, "[batch]", [Some(batch)], &[lengths.len()])?;
+                lengths.iter().try_for_each(|&length| room(length))
+            }
             Kind::Ids(ids) => {
                 let entries = if ids.nrows() == 1 { 1 } else { batch };
                 check_shape(argument, "[batch, len]", [Some(entries), Some(len)], ids.shape())
@@ -74,6 +95,8 @@ impl<'a> Positions<'a> {
         match self.0 {
             Kind::Offset(_) => 1,
             Kind::Ids(ids) => ids.nrows(),
+            Kind::After(lengths) if lengths.windows(2).all(|pair| pair[0] == pair[1]) => 1,
+            Kind::After(lengths) => lengths.len(),
         }
     }
 
@@ -82,6 +105,7 @@ impl<'a> Positions<'a> {
         match self.0 {
             Kind::Offset(offset) => offset + token,
             Kind::Ids(ids) => ids[[entry, token]],
+            Kind::After(lengths) => lengths.get(entry).map_or(0, |length| length + token),
         }
     }
 }

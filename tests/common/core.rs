@@ -1,11 +1,13 @@
 //! A call of the functional core.
 
-use multihead::ndarray::{Array, Array1, Array2, Array4, ArrayD, Axis, Dimension};
-use multihead::{Element, HeadMap, Mask, Options, Result, Workspace, attention};
+use multihead::attention::NewTokens;
+use multihead::ndarray::{Array, Array1, Array2, Array4, ArrayD, ArrayRef4, ArrayView4, Axis, Dimension};
+use multihead::{CacheShape, Element, HeadMap, KvCache, Mask, Options, Result, Storage, Workspace, attention};
+use std::cell::RefCell;
 
 use super::distances::Distances;
 use super::layout::Layout;
-use super::{Answer, Call, Way, typed, widened};
+use super::{Answer, Call, Via, Way, typed, widened};
 
 /// Scaled dot-product attention with all its options, in `f64`.
 #[derive(Debug, Clone)]
@@ -138,11 +140,59 @@ impl Core {
     }
 }
 
+/// A cache of the first keys and values, whose other slots hold NaN.
+pub(crate) fn cache_of<S: Storage>(
+    k: ArrayView4<'_, S::Element>,
+    v: ArrayView4<'_, S::Element>,
+    capacity: usize,
+) -> Result<KvCache<S>> {
+    let (batch, num_kv_heads, _, head_dim) = k.dim();
+    let value_dim = v.dim().3;
+    let mut cache = KvCache::new(CacheShape { batch, num_kv_heads, capacity, head_dim, value_dim })?;
+    let bad = |width| Array4::from_elem((batch, num_kv_heads, capacity, width), S::Element::from_f64(f64::NAN));
+    cache.append(&bad(head_dim), &bad(value_dim))?;
+    cache.clear();
+    cache.append(&k, &v)?;
+    Ok(cache)
+}
+
+impl Core {
+    /// A cache without entries has no length that a mask could fit.
+    fn is_cached(&self, way: Way) -> bool {
+        way.via == Via::Cache && self.q.dim().0 > 0
+    }
+
+    /// The call over a cache: the queries come with the last keys, if there are as many.
+    fn cached<T: Element, R>(
+        &self,
+        [q, k, v]: [Array4<T>; 3],
+        extend: impl FnOnce(&NewTokens<'_, T>, &mut KvCache<T>) -> Result<R>,
+        decode: impl FnOnce(&ArrayRef4<T>, &KvCache<T>) -> Result<R>,
+    ) -> Result<R> {
+        let [lq, lk, lv, _] = self.layouts;
+        let (q, k, v) = (lq.view(&q), lk.view(&k), lv.view(&v));
+        let (q_len, kv_len) = (q.dim().2, k.dim().2);
+        // Padded queries would bring no keys.
+        let padded = self.mask.to_string().contains("query_lengths");
+        let Some(past) = kv_len.checked_sub(q_len).filter(|_| !padded) else {
+            return decode(&q, &cache_of(k, v, kv_len)?);
+        };
+        let ((old_k, new_k), (old_v, new_v)) = (k.split_at(Axis(2), past), v.split_at(Axis(2), past.min(v.dim().2)));
+        extend(&NewTokens { q: &q, k: &new_k, v: &new_v }, &mut cache_of(old_k, old_v, kv_len)?)
+    }
+}
+
 impl Call for Core {
     fn run<T: Element>(&self, way: Way) -> Result<Answer> {
-        self.with::<T, _>(way, |[q, k, v], options| {
-            let [lq, lk, lv, _] = self.layouts;
-            let attended = attention::forward(&lq.view(&q), &lk.view(&k), &lv.view(&v), &options)?;
+        self.with::<T, _>(way, |arrays, options| {
+            let attended = if self.is_cached(way) {
+                let extend =
+                    |tokens: &NewTokens<'_, T>, cache: &mut KvCache<T>| attention::extend(tokens, cache, &options);
+                self.cached(arrays, extend, |q, cache| attention::decode(q, cache, &options))?
+            } else {
+                let ([q, k, v], [lq, lk, lv, _]) = (arrays, self.layouts);
+                attention::forward(&lq.view(&q), &lk.view(&k), &lv.view(&v), &options)?
+            };
             Ok(Answer {
                 out: widened(&attended.context).into_dyn(),
                 lse: widened(&attended.lse),
@@ -152,12 +202,24 @@ impl Call for Core {
     }
 
     fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>> {
-        self.with::<T, _>(way, |[q, k, v], options| {
+        self.with::<T, _>(way, |arrays, options| {
             let [lq, lk, lv, lo] = self.layouts;
             let (batch, num_heads, q_len, _) = self.q.dim();
             let mut storage = lo.storage::<T>((batch, num_heads, q_len, self.v.dim().3));
-            let (q, k, v) = (lq.view(&q), lk.view(&k), lv.view(&v));
-            attention::forward_into(&q, &k, &v, &options, &mut lo.view_mut(&mut storage), &mut Workspace::new())?;
+            let (out, workspace) = (&mut *lo.view_mut(&mut storage), &mut Workspace::new());
+            if self.is_cached(way) {
+                let (out, workspace) = (RefCell::new(out), RefCell::new(workspace));
+                let extend = |tokens: &NewTokens<'_, T>, cache: &mut KvCache<T>| {
+                    attention::extend_into(tokens, cache, &options, &mut out.borrow_mut(), &mut workspace.borrow_mut())
+                };
+                self.cached(arrays, extend, |q, cache| {
+                    attention::decode_into(q, cache, &options, &mut out.borrow_mut(), &mut workspace.borrow_mut())
+                })?;
+            } else {
+                let [q, k, v] = arrays;
+                let (q, k, v) = (lq.view(&q), lk.view(&k), lv.view(&v));
+                attention::forward_into(&q, &k, &v, &options, out, workspace)?;
+            }
             Ok(widened(&lo.view(&storage)).into_dyn())
         })
     }

@@ -1,10 +1,10 @@
 //! A call of the layer.
 
 use multihead::ndarray::{Array, Array2, Array3, ArrayD, Dimension};
-use multihead::{Element, Inputs, Mask, MultiHeadAttention, Options, Result, Rope, Weights, Workspace};
+use multihead::{Element, Inputs, LayerOutput, Mask, MultiHeadAttention, Options, Result, Rope, Weights, Workspace};
 
 use super::distances::Distances;
-use super::{Answer, Call, Way, typed, widened};
+use super::{Answer, Call, Via, Way, typed, widened};
 
 /// A layer and its inputs, in `f64`.
 #[derive(Debug, Clone)]
@@ -148,6 +148,31 @@ impl Layer {
     }
 }
 
+impl Layer {
+    /// A context that is cached by itself has one sequence for keys and values, and its positions count from 0. One without
+    /// entries has no length that a mask could fit.
+    fn is_cached(&self) -> bool {
+        let cross = |(key, value): &(Array3<f64>, Array3<f64>)| key == value && self.offsets == [None; 2];
+        self.query.dim().0 > 0 && self.key_value.as_ref().is_none_or(cross)
+    }
+
+    /// The call over a cache: all tokens of self-attention at once, or a context that has been cached before.
+    fn cached<T: Element>(
+        &self,
+        mha: &MultiHeadAttention<T>,
+        inputs: &Inputs<'_, T>,
+        options: &Options<'_, T>,
+    ) -> Result<LayerOutput<T>> {
+        let (batch, q_len, _) = self.query.dim();
+        let Some((context, _)) = &self.key_value else {
+            return mha.decode_with(inputs, &mut mha.cache(batch, q_len)?, options);
+        };
+        let mut cache = mha.cache(batch, context.dim().1)?;
+        mha.cache_context(&typed(context), &mut cache)?;
+        mha.decode_cross(inputs, &cache, options)
+    }
+}
+
 fn optional<T: Element, D: Dimension>(array: &Option<Array<f64, D>>) -> Option<Array<T, D>> {
     array.as_ref().map(|array| typed(array))
 }
@@ -155,7 +180,10 @@ fn optional<T: Element, D: Dimension>(array: &Option<Array<f64, D>>) -> Option<A
 impl Call for Layer {
     fn run<T: Element>(&self, way: Way) -> Result<Answer> {
         self.with::<T, _>(way, |mha, inputs, options| {
-            let attended = mha.attend(inputs, &options)?;
+            let attended = match way.via {
+                Via::Cache if self.is_cached() => self.cached(mha, inputs, &options)?,
+                _ => mha.attend(inputs, &options)?,
+            };
             Ok(Answer {
                 out: widened(&attended.output).into_dyn(),
                 lse: widened(&attended.lse),
@@ -166,6 +194,9 @@ impl Call for Layer {
 
     fn run_into<T: Element>(&self, way: Way) -> Result<ArrayD<f64>> {
         self.with::<T, _>(way, |mha, inputs, options| {
+            if way.via == Via::Cache && self.is_cached() {
+                return Ok(widened(&self.cached(mha, inputs, &options)?.output).into_dyn());
+            }
             let mut output = Array3::from_elem(self.query.dim(), T::nan());
             mha.attend_into(inputs, &options, &mut output, &mut Workspace::new())?;
             Ok(widened(&output).into_dyn())

@@ -40,6 +40,14 @@ pub(crate) enum Keep {
     Nothing,
 }
 
+/// Where the keys and values come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Via {
+    Arrays,
+    /// As many as there are queries come with them, the earlier ones are in the cache by then.
+    Cache,
+}
+
 /// How a call is computed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Way {
@@ -48,13 +56,14 @@ pub(crate) struct Way {
     pub(crate) level: Option<Level>,
     pub(crate) query_tile: Option<usize>,
     pub(crate) keep: Keep,
+    pub(crate) via: Via,
 }
 
 impl Way {
     pub(crate) const ORACLE: Self = Self::new(Precision::F64, Path::Reference, Keep::Weights);
 
     pub(crate) const fn new(precision: Precision, path: Path, keep: Keep) -> Self {
-        Self { precision, path, level: None, query_tile: None, keep }
+        Self { precision, path, level: None, query_tile: None, keep, via: Via::Arrays }
     }
 
     /// These options, computed this way.
@@ -72,7 +81,8 @@ impl Way {
 
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} {:?}", self.path, self.precision)?;
+        let via = if self.via == Via::Cache { "Cache " } else { "" };
+        write!(f, "{via}{:?} {:?}", self.path, self.precision)?;
         if let Some(level) = self.level {
             write!(f, " {level}")?;
         }
@@ -84,8 +94,22 @@ impl fmt::Display for Way {
 }
 
 /// Every way to compute a call: paths, types, with and without weights; the tiled path with every instruction set of
-/// this CPU and several tiles.
+/// this CPU and several tiles; and over a cache.
 pub(crate) fn ways() -> Vec<Way> {
+    let mut ways = ways_by_arrays();
+    for precision in [Precision::F32, Precision::F64] {
+        let cached = |path, keep| Way { via: Via::Cache, ..Way::new(precision, path, keep) };
+        ways.extend(Level::available().iter().map(|&level| {
+            let level = Some(level);
+            Way { level, ..cached(Path::Tiled, Keep::Nothing) }
+        }));
+        ways.extend([cached(Path::Auto, Keep::Weights), cached(Path::Reference, Keep::Nothing)]);
+    }
+    ways
+}
+
+/// Those of [`ways`] that take keys and values as arrays.
+pub(crate) fn ways_by_arrays() -> Vec<Way> {
     let mut ways = Vec::new();
     for path in PATHS {
         for precision in [Precision::F32, Precision::F64] {
@@ -156,9 +180,9 @@ pub(crate) trait Call {
         self.answer(Way::ORACLE).unwrap_or_else(|e| panic!("reference: {e}"))
     }
 
-    /// Checks that the call is refused in every way with this text.
+    /// Checks that the call is refused in every way with this text. (A cache has its own arguments.)
     fn refused(&self, text: &str) {
-        for way in ways() {
+        for way in ways_by_arrays() {
             assert_eq!(self.answer(way).expect_err(text).to_string(), text, "{way}");
             if way.keep == Keep::Nothing {
                 assert_eq!(self.out_into(way).expect_err(text).to_string(), text, "{way} into");

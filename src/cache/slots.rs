@@ -1,0 +1,173 @@
+//! What attention needs of a cache, whatever it keeps its numbers in: room for new tokens, and their places.
+
+use ndarray::{Array4, ArrayRef4, s};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{CacheShape, KvCache, Storage};
+use crate::attention::{Packed, Source};
+use crate::error::{Error, Result, check_shape};
+use crate::kernels::{Finite, KEYS, Kernels};
+use crate::mask::{Held, Mask};
+
+/// A cache to read from and write to.
+pub(crate) trait Slots<T: 'static>: Source<T> {
+    fn shape(&self) -> CacheShape;
+
+    /// The cache as the keys and values of a call.
+    fn source(&self) -> &dyn Source<T>;
+
+    /// What each entry holds.
+    fn now(&self) -> Held<'_>;
+
+    /// What each entry will hold after the tokens that are planned.
+    fn then(&self) -> Held<'_>;
+
+    /// How many tokens can be written before their queries have to be answered.
+    fn step(&self) -> usize;
+
+    /// Checks that the last tokens, `q_len` rows of which the mask says how many are valid, can still see their windows.
+    fn check_reach(&self, q_len: usize, mask: &Mask) -> Result<()>;
+
+    /// Checks the arrays of new tokens; returns how many there are.
+    fn check_tokens(&self, kv: [&ArrayRef4<T>; 2]) -> Result<usize>;
+
+    /// Checks that `tokens` rows, as far as the mask says that they are valid, have room, and makes every page that they
+    /// will be written to the cache's own.
+    fn plan(&mut self, tokens: usize, mask: &Mask) -> Result<()>;
+
+    /// Writes the rows `rows` of new tokens, of which each entry has as many as were planned. Of a ring, later tokens take
+    /// the slots of earlier ones.
+    fn write(&mut self, kv: [&ArrayRef4<T>; 2], rows: Range<usize>);
+
+    /// Takes tokens back that have been planned and written, the first [`Slots::step`] of them at most.
+    fn take_back(&mut self, tokens: usize, mask: &Mask);
+
+    /// The keys and values of all positions `0..kv_len`, with new tokens where they are planned to go, as they will be
+    /// stored. For the paths that read arrays.
+    fn arrays(&self, new: Option<[&ArrayRef4<T>; 2]>, kv_len: usize) -> Result<[Array4<T>; 2]>;
+}
+
+impl<S: Storage> Slots<S::Element> for KvCache<S> {
+    fn shape(&self) -> CacheShape {
+        self.shape
+    }
+
+    fn source(&self) -> &dyn Source<S::Element> {
+        self
+    }
+
+    fn now(&self) -> Held<'_> {
+        Held { lengths: Some(&self.lengths), last: self.window }
+    }
+
+    fn then(&self) -> Held<'_> {
+        Held { lengths: Some(&self.planned), last: self.window }
+    }
+
+    fn step(&self) -> usize {
+        self.window.map_or(usize::MAX, |window| (self.tiles * KEYS + 1).saturating_sub(window))
+    }
+
+    fn check_reach(&self, q_len: usize, mask: &Mask) -> Result<()> {
+        let Some(window) = self.window else { return Ok(()) };
+        for (entry, (&length, &oldest)) in self.lengths.iter().zip(&self.oldest).enumerate() {
+            let queries = mask.valid_queries(entry, q_len);
+            let first = length.saturating_sub(queries);
+            if queries > 0 && oldest > (first + 1).saturating_sub(window) {
+                return Err(Error::Overwritten { entry, lowest: oldest + (window - 1), got: first });
+            }
+        }
+        Ok(())
+    }
+
+    fn take_back(&mut self, tokens: usize, mask: &Mask) {
+        for (entry, (length, planned)) in self.lengths.iter_mut().zip(&self.planned).enumerate() {
+            *length = planned - mask.valid_queries(entry, tokens);
+        }
+    }
+
+    fn arrays(&self, new: Option<[&ArrayRef4<S::Element>; 2]>, kv_len: usize) -> Result<[Array4<S::Element>; 2]> {
+        self.with_new(new, kv_len)
+    }
+
+    fn check_tokens(&self, [k, v]: [&ArrayRef4<S::Element>; 2]) -> Result<usize> {
+        let CacheShape { batch, num_kv_heads, head_dim, value_dim, .. } = self.shape;
+        let (batch, heads) = (Some(batch), Some(num_kv_heads));
+        check_shape("k", "[batch, num_kv_heads, tokens, head_dim]", [batch, heads, None, Some(head_dim)], k.shape())?;
+        let tokens = k.dim().2;
+        let expected = [batch, heads, Some(tokens), Some(value_dim)];
+        check_shape("v", "[batch, num_kv_heads, tokens, value_dim]", expected, v.shape())?;
+        Ok(tokens)
+    }
+
+    fn plan(&mut self, tokens: usize, mask: &Mask) -> Result<()> {
+        for (entry, (planned, &length)) in self.planned.iter_mut().zip(&self.lengths).enumerate() {
+            let requested = mask.valid_queries(entry, tokens);
+            let after = length.checked_add(requested);
+            match after.filter(|&after| self.window.is_some() || after <= self.shape.capacity) {
+                Some(after) => *planned = after,
+                None => {
+                    let capacity = self.shape.capacity;
+                    return Err(Error::CacheFull { entry, capacity, length, requested });
+                }
+            }
+        }
+        for entry in 0..self.shape.batch {
+            let tiles = self.lengths[entry] / KEYS..self.planned[entry].div_ceil(KEYS);
+            for tile in tiles.take(self.tiles) {
+                let index = entry * self.tiles + tile % self.tiles;
+                if Arc::get_mut(&mut self.pages[index]).is_none() {
+                    self.pages[index] = Arc::new(self.pages[index].copy().ok_or_else(|| self.no_memory())?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, [k, v]: [&ArrayRef4<S::Element>; 2], rows: Range<usize>) {
+        let slots = self.tiles * KEYS;
+        for entry in 0..self.shape.batch {
+            let first = self.lengths[entry];
+            let count = rows.len().min(self.planned[entry] - first);
+            // What later rows would overwrite need not be written.
+            let mut done = count.saturating_sub(slots);
+            while done < count {
+                let position = first + done;
+                let n = (KEYS - position % KEYS).min(count - done);
+                let from = rows.start + done..rows.start + done + n;
+                let page = self.pages.get_mut(entry * self.tiles + position / KEYS % self.tiles).and_then(Arc::get_mut);
+                debug_assert!(page.is_some(), "the plan has made the page the cache's own");
+                if let Some(page) = page {
+                    for head in 0..self.shape.num_kv_heads {
+                        let k = k.slice(s![entry, head, from.clone(), ..]);
+                        page.write(head, position % KEYS, k, v.slice(s![entry, head, from.clone(), ..]));
+                    }
+                }
+                done += n;
+            }
+            self.lengths[entry] = first + count;
+            self.oldest[entry] = self.oldest[entry].max((first + count).saturating_sub(slots));
+        }
+    }
+}
+
+impl<S: Storage> Source<S::Element> for KvCache<S> {
+    fn tile<'s>(
+        &'s self,
+        kernels: &Kernels<S::Element>,
+        [entry, kv_head]: [usize; 2],
+        keys: Range<usize>,
+        [panels, rows]: [&'s mut [S::Element]; 2],
+    ) -> Packed<'s, S::Element> {
+        let _ = kernels;
+        match self.page(entry, keys.start) {
+            Some(page) => Packed {
+                keys: S::wide(page.keys(kv_head), panels),
+                values: S::wide(page.values(kv_head), rows),
+                finite: page.finite(kv_head),
+            },
+            None => Packed { keys: panels, values: rows, finite: Finite::All },
+        }
+    }
+}

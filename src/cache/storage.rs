@@ -1,0 +1,116 @@
+//! What a cache keeps its numbers in.
+
+use ndarray::{ArrayView2, s};
+
+use crate::element::Element;
+use crate::kernels::{KEYS, Level, PANEL};
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for f64 {}
+}
+
+/// A number type of a [`KvCache`](crate::KvCache). Sealed: `f32` and `f64` keep what they are given.
+///
+/// ```
+/// use multihead::Storage;
+/// assert_eq!(f32::narrow(0.1).widen(), 0.1);
+/// ```
+pub trait Storage: sealed::Sealed + Copy + Default + std::fmt::Debug + Send + Sync + 'static {
+    /// What attention computes in.
+    type Element: Element;
+
+    /// The nearest number that the cache can keep.
+    fn narrow(x: Self::Element) -> Self;
+
+    /// The same number in the type that is computed in, exactly.
+    fn widen(self) -> Self::Element;
+
+    /// Writes keys `[n, head_dim]` to the slots from `first` on of panels `[4][head_dim][16]`; the other slots stay.
+    #[doc(hidden)]
+    fn write_keys(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]);
+
+    /// Writes values `[n, value_dim]` to the rows from `first` on of `[64][width]`. Bit j is set if slot j has been
+    /// written with a value that is not finite.
+    #[doc(hidden)]
+    fn write_values(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]) -> u64;
+
+    /// The numbers in the type that is computed in, in `room` if they have to be converted.
+    #[doc(hidden)]
+    fn wide<'s>(from: &'s [Self], room: &'s mut [Self::Element]) -> &'s [Self::Element];
+}
+
+/// Storage that keeps the numbers as they are.
+macro_rules! as_it_is {
+    ($($t:ty),*) => {$(
+        impl Storage for $t {
+            type Element = $t;
+
+            fn narrow(x: $t) -> $t {
+                x
+            }
+
+            fn widen(self) -> $t {
+                self
+            }
+
+            fn write_keys(from: ArrayView2<'_, $t>, first: usize, to: &mut [$t]) {
+                let kernels = <$t as crate::kernels::Real>::kernels(Level::best());
+                write_keys(from, first, to, |panel, to| kernels.pack_panels(panel, to));
+            }
+
+            fn write_values(from: ArrayView2<'_, $t>, first: usize, to: &mut [$t]) -> u64 {
+                write_values(from, first, to)
+            }
+
+            fn wide<'s>(from: &'s [$t], _: &'s mut [$t]) -> &'s [$t] {
+                from
+            }
+        }
+    )*};
+}
+
+as_it_is!(f32, f64);
+
+/// Whole panels by `pack`, others lane by lane.
+fn write_keys<S: Storage>(
+    from: ArrayView2<'_, S::Element>,
+    first: usize,
+    to: &mut [S],
+    pack: impl Fn(ArrayView2<'_, S::Element>, &mut [S]),
+) {
+    let (count, head_dim) = from.dim();
+    debug_assert!(first + count <= KEYS && to.len() == KEYS * head_dim);
+    let mut slot = first;
+    while slot < first + count {
+        let end = (first + count).min((slot / PANEL + 1) * PANEL);
+        let keys = from.slice(s![slot - first..end - first, ..]);
+        let panel = &mut to[slot / PANEL * PANEL * head_dim..][..PANEL * head_dim];
+        if keys.nrows() == PANEL {
+            pack(keys, panel);
+        } else {
+            for (lane, key) in keys.outer_iter().enumerate() {
+                for (row, &x) in panel.chunks_exact_mut(PANEL).zip(key) {
+                    row[slot % PANEL + lane] = S::narrow(x);
+                }
+            }
+        }
+        slot = end;
+    }
+}
+
+fn write_values<S: Storage>(from: ArrayView2<'_, S::Element>, first: usize, to: &mut [S]) -> u64 {
+    let mut not_finite = 0;
+    let width = to.len() / KEYS;
+    for (slot, value) in (first..).zip(from.outer_iter()) {
+        let to = &mut to[slot * width..][..value.len()];
+        match value.as_slice() {
+            Some(value) => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
+            None => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
+        }
+        let finite = to.iter().fold(true, |finite, x| finite & num_traits::Float::is_finite(x.widen()));
+        not_finite |= u64::from(!finite) << slot;
+    }
+    not_finite
+}
