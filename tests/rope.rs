@@ -4,11 +4,12 @@
 
 mod common;
 
+use common::distances::Distances;
 use common::layer::Layer;
 use common::layout::LAYOUTS;
 use common::{Call, Precision, ROUNDING, Seeded, assert_bits, typed, widened};
 use multihead::ndarray::{Array1, Array2, Array3, Array4, Axis, array, concatenate, s};
-use multihead::position::{Llama3, Yarn};
+use multihead::position::{Alibi, Buckets, Llama3, Yarn};
 use multihead::{
     Element, Inputs, Mask, MultiHeadAttention, Options, Positions, Rope, RopeScaling, RopeStyle, Weights, Workspace,
 };
@@ -498,6 +499,41 @@ fn layer(seed: u64, x: Array3<f64>) -> Layer {
     let mut draws = Seeded(seed);
     let mut w = || -> Array2<f64> { draws.array((8, 8)) };
     Layer::new(2, Weights::new(w(), w(), w(), w()), x)
+}
+
+/// Queries in chunks, each with all tokens before it and its own as keys, which is what a cache makes of them.
+#[test]
+fn b12_and_b49_chunks_equal_the_whole() {
+    let x: Array3<f64> = Seeded(12).array((2, 7, 8));
+    let mut draws = Seeded(13);
+    let kinds: [(Option<Rope>, Distances); 5] = [
+        (Some(Rope::new(RopeStyle::HalfSplit, 10_000.0)), Distances::default()),
+        (Some(Rope::new(RopeStyle::Interleaved, 10.0).dims(2)), Distances::default()),
+        (None, Distances { alibi: Some(Alibi::new(2)), ..Distances::default() }),
+        (None, Distances { bias: Some((Buckets::Clipped { clip: 3 }, draws.array((7, 2)))), ..Distances::default() }),
+        (None, Distances { keys: Some(draws.array((5, 4))), ..Distances::default() }),
+    ];
+    for (rope, distances) in kinds {
+        let mut whole = layer(14, x.clone()).mask(Mask::causal() & Mask::window(4, 0));
+        whole.weights.q_norm = Some(draws.array(4) + 1.0);
+        whole.weights.k_norm = whole.weights.q_norm.clone();
+        (whole.rope, whole.distances) = (rope, distances);
+        let want = whole.oracle().out;
+        for chunks in [&[3, 1, 2, 1][..], &[1; 7], &[6, 1]] {
+            let mut first = 0;
+            for chunk in chunks {
+                let tokens = |range| x.slice_axis(Axis(1), range).to_owned();
+                let mut part = whole.clone();
+                part.query = tokens((first..first + chunk).into());
+                let seen = tokens((..first + chunk).into());
+                part.key_value = Some((seen.clone(), seen));
+                part.offsets = [Some(first), Some(0)];
+                let want = want.slice_axis(Axis(1), (first..first + chunk).into()).to_owned();
+                part.everywhere(|run| run.out(&common::flat(&want), ROUNDING));
+                first += chunk;
+            }
+        }
+    }
 }
 
 #[test]

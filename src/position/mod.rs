@@ -8,6 +8,7 @@
 //! | `rotate.rs` | the rotation itself, there and back |
 //! | `alibi.rs` | [`Alibi`]: a bias that falls with the distance |
 //! | `relative.rs` | [`Buckets`] of distances, for a learned bias |
+//! | `sinusoidal.rs` | [`sinusoidal`] tables, which are added to the inputs of a model |
 
 mod alibi;
 mod ids;
@@ -15,6 +16,7 @@ mod relative;
 mod rope;
 mod rotate;
 mod scaling;
+mod sinusoidal;
 
 pub use alibi::Alibi;
 pub use ids::Positions;
@@ -22,3 +24,4 @@ pub use relative::Buckets;
 pub use rope::{Rope, RopeStyle};
 pub(crate) use rotate::{Heads, RopeTable, Turn, rotate};
 pub use scaling::{Llama3, RopeScaling, Yarn};
+pub use sinusoidal::sinusoidal;

@@ -290,7 +290,11 @@ fn whole(value: &Value) -> Result<usize, Fault> {
     value.as_u64().map(|n| n as usize).ok_or(format!("{value}: expected a count"))
 }
 
-fn known<S: AsRef<str>>(what: &str, names: impl IntoIterator<Item = S>, lists: &[&[&str]]) -> Result<(), Fault> {
+pub(crate) fn known<S: AsRef<str>>(
+    what: &str,
+    names: impl IntoIterator<Item = S>,
+    lists: &[&[&str]],
+) -> Result<(), Fault> {
     match names.into_iter().find(|name| !lists.iter().any(|list| list.contains(&name.as_ref()))) {
         None => Ok(()),
         Some(name) => Err(format!("unknown {what} {}", name.as_ref())),
@@ -298,7 +302,7 @@ fn known<S: AsRef<str>>(what: &str, names: impl IntoIterator<Item = S>, lists: &
 }
 
 /// Little-endian numbers, read byte by byte: a file's tensors may lie at any address.
-fn decode(dtype: Dtype, shape: &[usize], data: &[u8]) -> Result<ArrayD<f64>, Fault> {
+pub(crate) fn decode(dtype: Dtype, shape: &[usize], data: &[u8]) -> Result<ArrayD<f64>, Fault> {
     fn numbers<const N: usize>(data: &[u8], number: impl Fn([u8; N]) -> f64) -> Vec<f64> {
         data.as_chunks::<N>().0.iter().map(|&bytes| number(bytes)).collect()
     }

@@ -6,11 +6,14 @@
 pub(crate) mod cases;
 pub(crate) mod core;
 pub(crate) mod distances;
+pub(crate) mod families;
 pub(crate) mod gradients;
 pub(crate) mod layer;
 pub(crate) mod layout;
 pub(crate) mod masks;
+pub(crate) mod models;
 pub(crate) mod recipe;
+pub(crate) mod transformer;
 
 use multihead::ndarray::{Array, Array3, Array4, ArrayD, ArrayRef, Dimension, IntoDimension};
 use multihead::{Element, Level, Options, Path, Result};
