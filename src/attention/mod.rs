@@ -49,8 +49,9 @@ use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};
 
 use crate::element::{Element, zeros};
 use crate::error::{Result, check_shape};
-pub(crate) use problem::{Dims, check_finite, check_scale, check_softcap};
-use problem::{Problem, Rules};
+pub(crate) use dense::Weigher;
+use problem::Rules;
+pub(crate) use problem::{Dims, Problem, check_finite, check_scale, check_softcap};
 pub(crate) use relative_keys::check_relative_keys;
 use source::Arrays;
 use walk::Call;
