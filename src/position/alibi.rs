@@ -21,9 +21,11 @@ use crate::error::{Result, check_shape};
 /// assert_eq!(slopes(3), [-4.0, -8.0, -2.0]);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Alibi(Slopes);
 
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 enum Slopes {
     /// For so many heads.
     Paper(usize),
