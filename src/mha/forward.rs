@@ -256,7 +256,7 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// Checks all that a call can get wrong, before any work; returns the shape of the output.
-    fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
+    pub(super) fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
         let config = &self.config;
         let Inputs { query, key, value, .. } = inputs;
         let (batch, q_len, d_model) = query.dim();
@@ -277,7 +277,7 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// The options of the call under the rules of the layer.
-    fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
+    pub(super) fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
         options.with_layer(&self.config, &self.weights)
     }
 
@@ -338,7 +338,7 @@ impl<T: Element> MultiHeadAttention<T> {
 }
 
 /// `[batch, len, heads * width]` as `[batch, heads, len, width]`, without moving a number.
-fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>> {
+pub(super) fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>> {
     let (batch, len, _) = array.dim();
     let array = array.into_shape_with_order((batch, len, heads, width)).map_err(too_long)?;
     Ok(array.permuted_axes([0, 2, 1, 3]))

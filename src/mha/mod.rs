@@ -11,6 +11,7 @@
 
 mod builder;
 mod forward;
+mod heads;
 mod init;
 mod positions;
 mod weights;
