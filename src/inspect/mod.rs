@@ -3,19 +3,24 @@
 //! | question | answer |
 //! | --- | --- |
 //! | what a head looks at | [`HeadStatistics`], of a layer by [`MultiHeadAttention::head_statistics`] |
+//! | what a loss would miss without a head | [`gate_gradient`], [`head_importance`] |
 //! | what the machine could do | [`Peak`] |
 //!
+//! Heads that turn out to be idle are taken out by [`MultiHeadAttention::prune_heads`].
 //!
 //! [`Config::flops`]: crate::Config::flops
 //! [`MultiHeadAttention::head_statistics`]: crate::MultiHeadAttention::head_statistics
+//! [`MultiHeadAttention::prune_heads`]: crate::MultiHeadAttention::prune_heads
 
 mod flops;
+mod importance;
 mod peak;
 mod statistics;
 mod tally;
 mod tokens;
 
 pub use flops::Flops;
+pub use importance::{gate_gradient, head_importance};
 pub use peak::Peak;
 pub use statistics::HeadStatistics;
 pub(crate) use statistics::{Attention, head_statistics};

@@ -14,6 +14,7 @@ mod forward;
 mod heads;
 mod init;
 mod positions;
+mod surgery;
 mod weights;
 
 pub use builder::{Builder, Projection};
