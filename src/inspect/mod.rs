@@ -4,17 +4,21 @@
 //! | --- | --- |
 //! | what a head looks at | [`HeadStatistics`], of a layer by [`MultiHeadAttention::head_statistics`] |
 //! | what a loss would miss without a head | [`gate_gradient`], [`head_importance`] |
+//! | operations, parameters, cache of a layer | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
 //! | what the machine could do | [`Peak`] |
 //!
 //! Heads that turn out to be idle are taken out by [`MultiHeadAttention::prune_heads`].
 //!
 //! [`Config::flops`]: crate::Config::flops
+//! [`Config::parameters`]: crate::Config::parameters
+//! [`Config::cache_bytes`]: crate::Config::cache_bytes
 //! [`MultiHeadAttention::head_statistics`]: crate::MultiHeadAttention::head_statistics
 //! [`MultiHeadAttention::prune_heads`]: crate::MultiHeadAttention::prune_heads
 
 mod flops;
 mod importance;
 mod peak;
+mod size;
 mod statistics;
 mod tally;
 mod tokens;
