@@ -6,6 +6,7 @@
 //! | what a loss would miss without a head | [`gate_gradient`], [`head_importance`] |
 //! | operations, parameters, cache of a layer | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
 //! | what the machine could do | [`Peak`] |
+//! | a picture of the weights | [`HeatMaps`], and [`bertviz_json`] for viewers |
 //!
 //! Heads that turn out to be idle are taken out by [`MultiHeadAttention::prune_heads`].
 //!
@@ -17,15 +18,19 @@
 
 mod flops;
 mod importance;
+mod json;
 mod peak;
 mod size;
 mod statistics;
+mod svg;
 mod tally;
 mod tokens;
 
 pub use flops::Flops;
 pub use importance::{gate_gradient, head_importance};
+pub use json::bertviz_json;
 pub use peak::Peak;
 pub use statistics::HeadStatistics;
 pub(crate) use statistics::{Attention, head_statistics};
+pub use svg::HeatMaps;
 pub use tokens::Tokens;
