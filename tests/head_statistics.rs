@@ -8,6 +8,7 @@ use common::recipe::recipes;
 use common::{Call, Seeded, property};
 use multihead::inspect::{HeadStatistics, Tokens};
 use multihead::ndarray::{Array2, Array3, Array4, Axis, array, s};
+use multihead::position::Alibi;
 use multihead::{Element, HeadMap, Inputs, Mask, Options, Rope, RopeStyle, Weights};
 use proptest::prelude::*;
 
@@ -83,7 +84,10 @@ fn streamed_stored_and_plain_are_the_same() {
 fn long(mask: Mask) -> Core {
     let mut draws = Seeded(3);
     let [q, k] = [(1, 2, 1100, 8), (1, 1, 1300, 8)].map(|shape| draws.array(shape) * 4.0);
-    Core::new(q, k.clone(), k).mask(mask)
+    let mut core = Core::new(q, k.clone(), k).mask(mask);
+    core.distances.alibi = Some(Alibi::with_slopes(&[0.01, 0.5]));
+    core.distances.keys = Some(draws.array((9, 8)));
+    core
 }
 
 #[test]

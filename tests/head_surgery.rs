@@ -5,6 +5,7 @@ mod common;
 use common::{Seeded, is_near, property, typed};
 use multihead::inspect::{gate_gradient, head_importance};
 use multihead::ndarray::{Array1, Array2, Array3, Axis, array, s};
+use multihead::position::Buckets;
 use multihead::{Element, HeadMap, Inputs, LayerOutput, Mask, MultiHeadAttention, Options, Weights, attention};
 use proptest::prelude::*;
 
@@ -21,9 +22,12 @@ fn layer<T: Element>(kv_of_head: &[usize], num_kv_heads: usize, seed: u64) -> Mu
         b_v: vector(2 * num_kv_heads),
         b_o: vector(10),
         sinks: vector(num_heads),
+        relative_bias: Some(typed(&draws.array((5, num_heads)))),
+        relative_keys: Some(typed(&draws.array((3, 3)))),
         ..weights
     };
     let builder = MultiHeadAttention::builder(10, num_heads).head_dim(3).value_dim(2).softcap(3.0);
+    let builder = builder.alibi().relative_bias(Buckets::Clipped { clip: 2 });
     builder.kv_of_head(kv_of_head).num_kv_heads(num_kv_heads).from_weights(weights).unwrap()
 }
 

@@ -11,7 +11,7 @@ use crate::element::Element;
 use crate::mha::{Config, Weights};
 
 impl Config {
-    /// How many numbers the four projections hold, biases and sinks left out ([`Weights::parameters`] counts all that is
+    /// How many numbers the four projections hold, and nothing else ([`Weights::parameters`] counts all that is
     /// there). A count that `u64` cannot hold is `u64::MAX`.
     ///
     /// ```
@@ -45,7 +45,7 @@ impl Config {
 }
 
 impl<T: Element> Weights<T> {
-    /// How many numbers there are: projections, biases and sinks.
+    /// How many numbers there are: projections, biases, sinks, and what is learned for distances.
     ///
     /// ```
     /// use multihead::MultiHeadAttention;
@@ -54,10 +54,11 @@ impl<T: Element> Weights<T> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn parameters(&self) -> u64 {
-        let Self { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks } = self;
+        let Self { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks, relative_bias, relative_keys } = self;
         let matrices = [w_q, w_k, w_v, w_o].map(|matrix| matrix.len());
         let vectors = [b_q, b_k, b_v, b_o, sinks].map(|vector| vector.as_ref().map_or(0, |vector| vector.len()));
-        matrices.into_iter().chain(vectors).map(|n| n as u64).sum()
+        let tables = [relative_bias, relative_keys].map(|table| table.as_ref().map_or(0, |table| table.len()));
+        matrices.into_iter().chain(vectors).chain(tables).map(|n| n as u64).sum()
     }
 }
 

@@ -177,19 +177,26 @@ struct Item {
 /// The body of [`Compiled::head_statistics`](crate::compiled::Compiled::head_statistics).
 pub(crate) fn head_statistics<T: Element>(of: Attention<'_, '_, T>, tokens: &Tokens<'_>) -> Result<HeadStatistics> {
     match of {
-        Attention::Weights(weights) => gather(weights.dim().into(), 0.0, tokens, |item, places| {
-            let head = weights.slice(s![item.at[0], item.at[1], .., ..]);
-            item.rows.clone().for_each(|i| item.tally.row(places, i, 0, head.row(i)));
-            Ok(())
-        }),
+        Attention::Weights(weights) => {
+            let statistics = HeadStatistics::zeros(weights.dim().into(), tokens)?;
+            gather(statistics, weights.len_of(Axis(2)), 0.0, tokens, |item, places| {
+                let head = weights.slice(s![item.at[0], item.at[1], .., ..]);
+                item.rows.clone().for_each(|i| item.tally.row(places, i, 0, head.row(i)));
+                Ok(())
+            })
+        }
         Attention::Queries { q, k, options } => {
             // Weights do not depend on values: those of no width will do.
             let v = k.slice(s![.., .., .., ..0]);
             let (mut room, mut problem) = (Vec::new(), Problem::new(q, k, &v, options)?);
             let dims = problem.dims;
+            let statistics = HeadStatistics::zeros(dims.scores(), tokens)?;
+            if dims.q_len == 0 {
+                return Ok(statistics);
+            }
             problem.rules.lay_out(&dims, &mut room)?;
             let block_rows = (BLOCK_SCORES / dims.kv_len.max(1)).max(BLOCK_ROWS).min(dims.q_len);
-            gather(dims.scores(), 2.0 * dims.head_dim as f64, tokens, |item, places| {
+            gather(statistics, dims.q_len, 2.0 * dims.head_dim as f64, tokens, |item, places| {
                 let [entry, head] = item.at;
                 let head = problem.head(entry, head);
                 let mut weigher = Weigher::new(&problem, block_rows)?;
@@ -208,26 +215,13 @@ pub(crate) fn head_statistics<T: Element>(of: Attention<'_, '_, T>, tokens: &Tok
 
 /// Runs `count` over all rows of all heads. What is cut into parts, and how they are added, depends on the lengths only.
 fn gather(
-    [batch, num_heads, q_len, kv_len]: [usize; 4],
+    mut statistics: HeadStatistics,
+    q_len: usize,
     flop_per_score: f64,
     tokens: &Tokens<'_>,
     count: impl Fn(&mut Item, &Places) -> Result<()> + Send + Sync,
 ) -> Result<HeadStatistics> {
-    tokens.check(batch, kv_len)?;
-    let table = |name| zeros::<f64, _>(name, "[batch, num_heads]", (batch, num_heads));
-    let with_ids = |name| if tokens.has_ids() { table(name).map(Some) } else { Ok(None) };
-    let mut statistics = HeadStatistics {
-        queries: table("queries")?.mapv(|_| 0),
-        entropy: table("entropy")?,
-        distance: table("distance")?,
-        confidence: table("confidence")?,
-        first: table("first")?,
-        previous: table("previous")?,
-        next: table("next")?,
-        duplicate: with_ids("duplicate")?,
-        induction: with_ids("induction")?,
-        received: zeros("received", "[batch, num_heads, kv_len]", (batch, num_heads, kv_len))?,
-    };
+    let (batch, num_heads, kv_len) = statistics.received.dim();
     if statistics.received.is_empty() || q_len == 0 {
         return Ok(statistics);
     }
@@ -258,6 +252,25 @@ fn gather(
 }
 
 impl HeadStatistics {
+    /// Before anything is counted.
+    fn zeros([batch, num_heads, _, kv_len]: [usize; 4], tokens: &Tokens<'_>) -> Result<Self> {
+        tokens.check(batch, kv_len)?;
+        let table = |name| zeros::<f64, _>(name, "[batch, num_heads]", (batch, num_heads));
+        let with_ids = |name| if tokens.has_ids() { table(name).map(Some) } else { Ok(None) };
+        Ok(Self {
+            queries: table("queries")?.mapv(|_| 0),
+            entropy: table("entropy")?,
+            distance: table("distance")?,
+            confidence: table("confidence")?,
+            first: table("first")?,
+            previous: table("previous")?,
+            next: table("next")?,
+            duplicate: with_ids("duplicate")?,
+            induction: with_ids("induction")?,
+            received: zeros("received", "[batch, num_heads, kv_len]", (batch, num_heads, kv_len))?,
+        })
+    }
+
     fn set(&mut self, [entry, head]: [usize; 2], tally: &Tally) {
         let at = [entry, head];
         self.queries[at] = tally.queries;

@@ -96,7 +96,7 @@ impl<T: Element> MultiHeadAttention<T> {
             columns(&kept_kv, *value_dim),
             columns(&kept, *value_dim),
         ];
-        let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks } = &self.weights;
+        let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks, relative_bias, relative_keys } = &self.weights;
         let vector = |vector: &Option<Array1<T>>, at: &[usize]| vector.as_ref().map(|b| b.select(Axis(0), at));
         let weights = Weights {
             w_q: w_q.select(Axis(1), &q),
@@ -108,8 +108,14 @@ impl<T: Element> MultiHeadAttention<T> {
             b_v: vector(b_v, &v),
             b_o: b_o.clone(),
             sinks: vector(sinks, &kept),
+            relative_bias: relative_bias.as_ref().map(|table| table.select(Axis(1), &kept)),
+            relative_keys: relative_keys.clone(),
         };
-        self.operated(new_map, weights)
+        let mut config = Config { heads: new_map, ..self.config.clone() };
+        if kept.len() < num_heads {
+            config.alibi = config.alibi.map(|alibi| alibi.select(&kept));
+        }
+        Self::checked(config, weights)
     }
 
     /// A layer with fewer KV heads, each the mean of as many neighbours: how multi-head attention becomes grouped-query
@@ -149,12 +155,10 @@ impl<T: Element> MultiHeadAttention<T> {
             b_v: vector(&self.weights.b_v, *value_dim),
             ..self.weights.clone()
         };
-        self.operated(map, weights)
+        Self::checked(Config { heads: map, ..self.config.clone() }, weights)
     }
 
-    /// The layer with other heads and what they weigh.
-    fn operated(&self, heads: HeadMap, weights: Weights<T>) -> Result<Self> {
-        let config = Config { heads, ..self.config.clone() };
+    fn checked(config: Config, weights: Weights<T>) -> Result<Self> {
         weights.check(&config)?;
         Ok(Self { config, weights })
     }
