@@ -1,5 +1,7 @@
 //! Are layers with other heads what they are said to be?
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 mod common;
 
 use common::{Seeded, is_near, property, typed};

@@ -59,7 +59,7 @@ pub fn bertviz_json<T: Element>(
     json.push_str(r#","right_text":"#);
     list(&mut json, keys, |json, token| string(json, token.as_ref()));
     json.push_str(r#"}],"default_filter":"0","include_layers":"#);
-    list(&mut json, 0..layers.len(), |json, layer| push(json, layer));
+    list(&mut json, 0..layers.len(), push);
     json.push('}');
     Ok(json)
 }
