@@ -25,7 +25,7 @@ fn any_configuration_is_read_back() {
         builder().rope(rope.scaling(RopeScaling::Llama3(rule))),
         builder().rope(rope.scaling(RopeScaling::Yarn(Yarn::new(32.0, 4096).betas(16.0, 2.0).exact_bounds()))),
         builder().rope(rope.scaling(RopeScaling::Yarn(Yarn::new(32.0, 4096).attention_factor(1.0)))),
-        builder().alibi(),
+        builder().alibi().qk_norm(1e-5),
         builder().alibi_slopes(Alibi::with_slopes(&[0.5, -0.25, 0.0])),
         builder().relative_bias(Buckets::T5 { count: 32, max_distance: 128 }),
         builder().relative_bias(Buckets::Clipped { clip: 3 }),
@@ -35,7 +35,9 @@ fn any_configuration_is_read_back() {
         let text = serde_json::to_string(mha.config()).unwrap();
         let read: Config = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
         assert_eq!(&read, mha.config(), "{text}");
-        assert_eq!(read.builder::<f32>().build().unwrap().config(), mha.config());
+        let other = read.builder::<f32>().build().unwrap();
+        assert_eq!(other.config(), mha.config());
+        assert_eq!(other.weights().q_norm, None);
     }
 }
 
@@ -46,6 +48,7 @@ fn what_is_written_stays_as_it_is() {
         "d_model": 12,
         "heads": {"num_heads": 3, "num_kv_heads": 2, "kv_of_head": [1, 0, 1]},
         "head_dim": 4, "value_dim": 4, "k_dim": 12, "v_dim": 12,
+        "qk_norm_eps": 1e-6,
         "rope": {"style": "half_split", "theta": 1e4},
     });
     assert_eq!(serde_json::to_value(mha.config()).unwrap(), want);

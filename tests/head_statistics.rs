@@ -187,6 +187,7 @@ fn layer<T: Element>() -> (Layer, Array3<T>) {
     let weights = Weights {
         b_k: Some(draws.array(8)),
         sinks: Some(draws.array(4)),
+        q_norm: Some(draws.array(4)),
         ..Weights::new(w_q, w_k.clone(), w_k, draws.array((16, 12)))
     };
     let query = draws.array((2, 7, 12)) * 3.0;

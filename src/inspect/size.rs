@@ -45,7 +45,7 @@ impl Config {
 }
 
 impl<T: Element> Weights<T> {
-    /// How many numbers there are: projections, biases, sinks, and what is learned for distances.
+    /// How many numbers there are: projections, biases, sinks, norms, and what is learned for distances.
     ///
     /// ```
     /// use multihead::MultiHeadAttention;
@@ -54,9 +54,10 @@ impl<T: Element> Weights<T> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn parameters(&self) -> u64 {
-        let Self { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks, relative_bias, relative_keys } = self;
+        let Self { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks, q_norm, k_norm, relative_bias, relative_keys } = self;
         let matrices = [w_q, w_k, w_v, w_o].map(|matrix| matrix.len());
-        let vectors = [b_q, b_k, b_v, b_o, sinks].map(|vector| vector.as_ref().map_or(0, |vector| vector.len()));
+        let vectors =
+            [b_q, b_k, b_v, b_o, sinks, q_norm, k_norm].map(|vector| vector.as_ref().map_or(0, |vector| vector.len()));
         let tables = [relative_bias, relative_keys].map(|table| table.as_ref().map_or(0, |table| table.len()));
         matrices.into_iter().chain(vectors).chain(tables).map(|n| n as u64).sum()
     }

@@ -1,5 +1,10 @@
 //! From sizes to a layer, every argument checked once.
 
+mod told;
+
+#[cfg(feature = "serde")]
+pub(super) use told::Told;
+
 use ndarray::Array1;
 use std::marker::PhantomData;
 
@@ -27,48 +32,6 @@ pub enum Projection {
 enum Slopes {
     Paper,
     Own(Alibi),
-}
-
-/// A configuration of which not all has to be there: how one stands in a file.
-#[derive(Debug, Clone)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
-pub(super) struct Told {
-    d_model: usize,
-    heads: HeadMap,
-    head_dim: Option<usize>,
-    value_dim: Option<usize>,
-    k_dim: Option<usize>,
-    v_dim: Option<usize>,
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    scale: Option<f64>,
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    softcap: Option<f64>,
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    rope: Option<Rope>,
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    alibi: Option<Alibi>,
-    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
-    relative_bias: Option<Buckets>,
-}
-
-impl From<Config> for Told {
-    fn from(config: Config) -> Self {
-        let Config { d_model, heads, scale, softcap, rope, alibi, relative_bias, .. } = config;
-        let [head_dim, value_dim] = [config.head_dim, config.value_dim].map(Some);
-        let [k_dim, v_dim] = [config.k_dim, config.v_dim].map(Some);
-        Self { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap, rope, alibi, relative_bias }
-    }
-}
-
-/// A file is held to what a program is. Numbers are checked in the wider of the two types; a layer of `f32` checks them
-/// again.
-#[cfg(feature = "serde")]
-impl TryFrom<Told> for Config {
-    type Error = Error;
-
-    fn try_from(told: Told) -> Result<Self> {
-        Builder::<f64>::told(told).config()
-    }
 }
 
 /// Collects the sizes and rules of a layer, made by [`MultiHeadAttention::builder`].
@@ -100,6 +63,8 @@ pub struct Builder<T> {
     sinks: bool,
     scale: Option<f64>,
     softcap: Option<f64>,
+    /// Whether new weights have norms.
+    qk_norm: bool,
     qk_norm_eps: Option<f64>,
     rope: Option<Rope>,
     alibi: Option<Slopes>,
@@ -125,6 +90,7 @@ impl<T: Element> Builder<T> {
             sinks: false,
             scale: None,
             softcap: None,
+            qk_norm: false,
             qk_norm_eps: None,
             rope: None,
             alibi: None,
@@ -133,26 +99,6 @@ impl<T: Element> Builder<T> {
             seed: 0,
             init: Init::default(),
             element: PhantomData,
-        }
-    }
-
-    /// What a builder has been told, or a file.
-    pub(super) fn told(told: Told) -> Self {
-        let Told { d_model, heads, head_dim, value_dim, k_dim, v_dim, scale, softcap, rope, alibi, relative_bias } =
-            told;
-        Self {
-            num_kv_heads: Some(heads.num_kv_heads()),
-            kv_of_head: heads.kv_of_head().map(<[usize]>::to_vec),
-            head_dim,
-            value_dim,
-            k_dim,
-            v_dim,
-            scale,
-            softcap,
-            rope,
-            alibi: alibi.map(Slopes::Own),
-            relative_bias,
-            ..Self::new(d_model, heads.num_heads())
         }
     }
 
@@ -314,7 +260,7 @@ impl<T: Element> Builder<T> {
     /// ```
     #[doc(alias = "rms_norm_eps")]
     pub fn qk_norm(mut self, eps: f64) -> Self {
-        self.qk_norm_eps = Some(eps);
+        (self.qk_norm, self.qk_norm_eps) = (true, Some(eps));
         self
     }
 
@@ -439,7 +385,7 @@ impl<T: Element> Builder<T> {
             if wanted { zeros(name, axes, len).map(Some) } else { Ok(None) }
         };
         let ones = |name| -> Result<Option<Array1<T>>> {
-            let norm = vector(self.qk_norm_eps.is_some(), name, "[head_dim]", config.head_dim)?;
+            let norm = vector(self.qk_norm, name, "[head_dim]", config.head_dim)?;
             Ok(norm.map(|norm| norm + T::one()))
         };
         let has = |projection| self.biases.contains(&projection);

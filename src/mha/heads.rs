@@ -40,8 +40,8 @@ impl<T: Element> MultiHeadAttention<T> {
         HeadStatistics::streamed(&q, &k, &self.options(options), tokens)
     }
 
-    /// `[batch, num_heads, q_len, head_dim]` and `[batch, num_kv_heads, kv_len, head_dim]` of checked inputs, turned by
-    /// their positions.
+    /// `[batch, num_heads, q_len, head_dim]` and `[batch, num_kv_heads, kv_len, head_dim]` of checked inputs,
+    /// normalised and turned by their positions.
     fn queries_and_keys(&self, inputs: &Inputs<'_, T>, level: Level) -> Result<(Array4<T>, Array4<T>)> {
         let (weights, config) = (&self.weights, &self.config);
         let (batch, q_len, _) = inputs.query.dim();
@@ -55,6 +55,9 @@ impl<T: Element> MultiHeadAttention<T> {
             None,
         ];
         T::project(level, projections, &mut Vec::new());
+        if let (Some(q), Some(k)) = (q.as_slice_mut(), k.as_slice_mut()) {
+            self.normalise_heads([q, k]);
+        }
         let mut q = by_head(q, config.heads.num_heads(), config.head_dim)?;
         let mut k = by_head(k, config.heads.num_kv_heads(), config.head_dim)?;
         self.turn_heads([q.view_mut(), k.view_mut()], inputs.places(), Turn::There, &mut RopeTable::default())?;

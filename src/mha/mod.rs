@@ -71,7 +71,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Starts a layer of these sizes and rules.
+    /// Starts a layer of these sizes and rules. What only weights can have (biases, sinks, norms, keys for distances) is
+    /// asked of the builder.
     ///
     /// ```
     /// use multihead::MultiHeadAttention;

@@ -96,20 +96,23 @@ impl<T: Element> MultiHeadAttention<T> {
             columns(&kept_kv, *value_dim),
             columns(&kept, *value_dim),
         ];
-        let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks, relative_bias, relative_keys } = &self.weights;
+        let old = &self.weights;
         let vector = |vector: &Option<Array1<T>>, at: &[usize]| vector.as_ref().map(|b| b.select(Axis(0), at));
         let weights = Weights {
-            w_q: w_q.select(Axis(1), &q),
-            w_k: w_k.select(Axis(1), &k),
-            w_v: w_v.select(Axis(1), &v),
-            w_o: w_o.select(Axis(0), &o),
-            b_q: vector(b_q, &q),
-            b_k: vector(b_k, &k),
-            b_v: vector(b_v, &v),
-            b_o: b_o.clone(),
-            sinks: vector(sinks, &kept),
-            relative_bias: relative_bias.as_ref().map(|table| table.select(Axis(1), &kept)),
-            relative_keys: relative_keys.clone(),
+            w_q: old.w_q.select(Axis(1), &q),
+            w_k: old.w_k.select(Axis(1), &k),
+            w_v: old.w_v.select(Axis(1), &v),
+            w_o: old.w_o.select(Axis(0), &o),
+            b_q: vector(&old.b_q, &q),
+            b_k: vector(&old.b_k, &k),
+            b_v: vector(&old.b_v, &v),
+            b_o: old.b_o.clone(),
+            sinks: vector(&old.sinks, &kept),
+            // The heads share norms and keys for distances.
+            q_norm: old.q_norm.clone(),
+            k_norm: old.k_norm.clone(),
+            relative_bias: old.relative_bias.as_ref().map(|table| table.select(Axis(1), &kept)),
+            relative_keys: old.relative_keys.clone(),
         };
         let mut config = Config { heads: new_map, ..self.config.clone() };
         if kept.len() < num_heads {
