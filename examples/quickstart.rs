@@ -5,13 +5,11 @@
 //! Loads the last attention layer of all-MiniLM-L6-v2 and what it receives for one sentence, runs it, prints what each
 //! word looks at, draws all heads as one sheet of heat maps, and compares with what PyTorch computed.
 
+use multihead::inspect::HeatMaps;
 use multihead::io::Tensors;
-use multihead::ndarray::{Array2, Array3, Array4, ArrayView2, Axis};
+use multihead::ndarray::{Array2, Array3, Array4, ArrayRef3, ArrayView2, Axis};
 use multihead::{Inputs, MultiHeadAttention, Options, Weights};
-use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::error::Error;
-use std::path::Path;
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/minilm_layer5.safetensors");
 const NUM_HEADS: usize = 12;
@@ -42,12 +40,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let attended = mha.attend(&Inputs::new(&hidden_states), &Options::new().weights())?;
     let weights = attended.weights.ok_or("weights were asked for")?;
     // [num_heads, len, len]: the one sentence of the batch
-    let heads = weights.index_axis(Axis(0), 0);
-    let heads: Vec<ArrayView2<f32>> = heads.outer_iter().collect();
+    let maps = weights.index_axis(Axis(0), 0);
+    let heads: Vec<ArrayView2<f32>> = maps.outer_iter().collect();
 
     println!("\"{sentence}\", {NUM_HEADS} heads of width {}\n", mha.config().head_dim);
     print_table(&heads, &tokens);
-    draw_sheet(&heads, &tokens, sentence, Path::new(&sheet))?;
+    std::fs::write(&sheet, draw_sheet(&maps, &heads, &tokens, sentence)?)?;
     println!("The heads as heat maps: {sheet}");
 
     let want_output: Array3<f64> = tensors.get("want.out")?;
@@ -111,77 +109,20 @@ fn largest_difference<'a>(got: impl Iterator<Item = &'a f32>, want: impl Iterato
 }
 
 /// One heat map for each head, with words on the outer axes and one colour scale for all.
-fn draw_sheet(heads: &[ArrayView2<f32>], tokens: &[String], sentence: &str, path: &Path) -> Result<(), Box<dyn Error>> {
-    const CELL: i32 = 16;
-    const COLUMNS: i32 = 4;
-    let map = CELL * tokens.len() as i32;
-    let (left, top, step_x, step_y) = (78, 104, map + 18, map + 38);
-    let rows = (heads.len() as i32 + COLUMNS - 1) / COLUMNS;
-    let (width, height) = (left + COLUMNS * step_x + 70, top + rows * step_y + 40);
-
-    let root = SVGBackend::new(path, (width as u32, height as u32)).into_drawing_area();
-    root.fill(&WHITE)?;
-    let ink = RGBColor(40, 40, 52);
-    let font = |size: i32| ("sans-serif", size).into_font().color(&ink);
-    let bold = |size: i32| ("sans-serif", size, FontStyle::Bold).into_font().color(&ink);
-    let at = |h, v| Pos::new(h, v);
-    root.draw_text(&format!("“{sentence}”"), &font(26).pos(at(HPos::Left, VPos::Top)), (left, 14))?;
-    let subtitle = "What each word (row) looks at (column) in the 12 heads of the last layer of all-MiniLM-L6-v2. \
-                    Framed: the strongest link of two words.";
-    root.draw_text(subtitle, &font(15).pos(at(HPos::Left, VPos::Top)), (left, 46))?;
-
-    let largest = heads.iter().flat_map(|w| w.iter()).fold(0.0, |m: f32, &w| m.max(w));
+fn draw_sheet(
+    weights: &ArrayRef3<f32>,
+    heads: &[ArrayView2<f32>],
+    tokens: &[String],
+    sentence: &str,
+) -> Result<String, Box<dyn Error>> {
+    let mut sheet = HeatMaps::new(weights, tokens, tokens)?.title(&format!("“{sentence}”")).subtitle(
+        "What each word (row) looks at (column) in the 12 heads of the last layer of all-MiniLM-L6-v2. \
+         Framed: the strongest link of two words.",
+    );
     for (head, w) in heads.iter().enumerate() {
-        let (column, row) = (head as i32 % COLUMNS, head as i32 / COLUMNS);
-        let (x, y) = (left + column * step_x, top + row * step_y);
-        let cell = |i: usize, j: usize| {
-            let (x, y) = (x + CELL * j as i32, y + CELL * i as i32);
-            [(x, y), (x + CELL, y + CELL)]
-        };
-        root.draw(&Rectangle::new([(x, y), (x + map, y + map)], heat(0.0).filled()))?;
-        // A weight that nobody could tell from 0 is left to the background.
-        for ((i, j), &w) in w.indexed_iter().filter(|&(_, &w)| w > 0.004) {
-            root.draw(&Rectangle::new(cell(i, j), heat(w / largest).filled()))?;
-        }
         let (i, j) = strongest_link(w, tokens);
-        root.draw(&Rectangle::new(cell(i, j), ink.stroke_width(2)))?;
-        let title = format!("head {head}");
-        root.draw_text(&title, &bold(16).pos(at(HPos::Left, VPos::Bottom)), (x, y - 6))?;
         let link = format!("{} → {} {:.2}", tokens[i], tokens[j], w[[i, j]]);
-        root.draw_text(&link, &font(15).pos(at(HPos::Right, VPos::Bottom)), (x + map, y - 6))?;
-
-        for (n, token) in tokens.iter().enumerate() {
-            let middle = CELL * n as i32 + CELL / 2;
-            if column == 0 {
-                root.draw_text(token, &font(15).pos(at(HPos::Right, VPos::Center)), (x - 6, y + middle))?;
-            }
-            if row == rows - 1 {
-                let upright = font(15).transform(FontTransform::Rotate270).pos(at(HPos::Right, VPos::Center));
-                root.draw_text(token, &upright, (x + middle, y + map + 6))?;
-            }
-        }
+        sheet = sheet.note(head, &link, Some([i, j]))?;
     }
-
-    // The colour scale.
-    let (x, y, steps) = (left + COLUMNS * step_x + 4, top, 64);
-    for step in 0..steps {
-        let y = y + (steps - 1 - step) * 3;
-        root.draw(&Rectangle::new([(x, y), (x + 14, y + 4)], heat(step as f32 / (steps - 1) as f32).filled()))?;
-    }
-    for (share, y) in [(largest, y + 4), (largest / 2.0, y + steps * 3 / 2), (0.0, y + steps * 3 - 4)] {
-        root.draw_text(&format!("{share:.2}"), &font(14).pos(at(HPos::Left, VPos::Center)), (x + 18, y))?;
-    }
-    root.draw_text("weight", &font(14).pos(at(HPos::Left, VPos::Bottom)), (x, y - 6))?;
-    root.present()?;
-    Ok(())
-}
-
-/// From paper over orange and red to night, for 0 to 1; darker is more, also in grey.
-fn heat(share: f32) -> RGBColor {
-    const STOPS: [[f32; 3]; 5] =
-        [[247.0, 244.0, 236.0], [253.0, 205.0, 130.0], [240.0, 110.0, 80.0], [168.0, 32.0, 92.0], [44.0, 8.0, 64.0]];
-    let place = share.clamp(0.0, 1.0) * (STOPS.len() - 1) as f32;
-    let stop = (place as usize).min(STOPS.len() - 2);
-    let mix = |c: usize| (STOPS[stop][c] + (place - stop as f32) * (STOPS[stop + 1][c] - STOPS[stop][c])) as u8;
-    RGBColor(mix(0), mix(1), mix(2))
+    Ok(sheet.to_svg())
 }

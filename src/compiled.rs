@@ -9,6 +9,7 @@ use ndarray::ArrayRef4;
 use crate::attention::{self, Dims, GradientsMut, NewTokens, Options, Outputs, Saved, Workspace};
 use crate::cache::Slots;
 use crate::error::Result;
+use crate::inspect::{self, HeadStatistics, Tokens};
 use crate::kernels::{Level, Real};
 use crate::linear::{self, Projected};
 use crate::norm::HeadNorm;
@@ -80,6 +81,9 @@ pub(crate) trait Compiled: Real {
         outputs: Outputs<'_, Self>,
         workspace: &mut Workspace<Self>,
     ) -> Result<()>;
+
+    /// What each head does.
+    fn head_statistics(of: inspect::Attention<'_, '_, Self>, tokens: &Tokens<'_>) -> Result<HeadStatistics>;
 
     /// Projections, together.
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
@@ -178,6 +182,10 @@ macro_rules! compiled {
                 workspace: &mut Workspace<Self>,
             ) -> Result<()> {
                 attention::extend_checked(tokens, cache, options, outputs, workspace)
+            }
+
+            fn head_statistics(of: inspect::Attention<'_, '_, Self>, tokens: &Tokens<'_>) -> Result<HeadStatistics> {
+                inspect::head_statistics(of, tokens)
             }
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {

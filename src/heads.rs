@@ -16,6 +16,8 @@ use crate::error::{Error, Result};
 /// # Ok::<(), multihead::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(into = "written::HeadMap", try_from = "written::HeadMap"))]
 pub struct HeadMap {
     num_heads: usize,
     num_kv_heads: usize,
@@ -54,7 +56,8 @@ impl HeadMap {
         Ok(Self { num_heads, num_kv_heads, map: Map::Grouped { group_size: num_heads / num_kv_heads } })
     }
 
-    /// Any map: query head h reads KV head `kv_of_head[h]`. A KV head that nobody reads is legal.
+    /// Any map: query head h reads KV head `kv_of_head[h]`. A KV head that nobody reads is legal. Equal groups in order
+    /// make the map of [`HeadMap::grouped`].
     ///
     /// # Errors
     /// [`Error::Value`] if a count is 0, [`Error::KvOfHead`] if an entry is not below `num_kv_heads`.
@@ -70,11 +73,19 @@ impl HeadMap {
         if let Some((head, &got)) = kv_of_head.iter().enumerate().find(|&(_, &kv)| kv >= num_kv_heads) {
             return Err(Error::KvOfHead { head, num_kv_heads, got });
         }
+        // Equal groups in order are the same map by whatever name.
+        let num_heads = kv_of_head.len();
+        if num_heads.is_multiple_of(num_kv_heads) {
+            let group_size = num_heads / num_kv_heads;
+            if kv_of_head.iter().enumerate().all(|(head, &kv)| kv == head / group_size) {
+                return Self::grouped(num_heads, num_kv_heads);
+            }
+        }
         let mut read = kv_of_head.to_vec();
         read.sort_unstable();
         read.dedup();
         let map = Map::Explicit { kv_of_head: kv_of_head.to_vec(), read };
-        Ok(Self { num_heads: kv_of_head.len(), num_kv_heads, map })
+        Ok(Self { num_heads, num_kv_heads, map })
     }
 
     /// Number of query heads.
@@ -110,6 +121,14 @@ impl HeadMap {
         match &self.map {
             Map::Grouped { group_size } => (head / group_size).min(self.num_kv_heads - 1),
             Map::Explicit { kv_of_head, .. } => kv_of_head.get(head).copied().unwrap_or(self.num_kv_heads - 1),
+        }
+    }
+
+    /// The KV head of each query head, where that is not told by the two counts.
+    pub(crate) fn kv_of_head(&self) -> Option<&[usize]> {
+        match &self.map {
+            Map::Grouped { .. } => None,
+            Map::Explicit { kv_of_head, .. } => Some(kv_of_head),
         }
     }
 
@@ -183,6 +202,43 @@ impl HeadMap {
     }
 }
 
+/// How a map stands in a file.
+#[cfg(feature = "serde")]
+mod written {
+    use serde::{Deserialize, Serialize};
+
+    /// Without `kv_of_head` the groups are equal.
+    #[derive(Serialize, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    pub(super) struct HeadMap {
+        num_heads: usize,
+        num_kv_heads: usize,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        kv_of_head: Option<Vec<usize>>,
+    }
+
+    impl From<super::HeadMap> for HeadMap {
+        fn from(map: super::HeadMap) -> Self {
+            let kv_of_head = map.kv_of_head().map(<[usize]>::to_vec);
+            Self { num_heads: map.num_heads, num_kv_heads: map.num_kv_heads, kv_of_head }
+        }
+    }
+
+    impl TryFrom<HeadMap> for super::HeadMap {
+        type Error = crate::Error;
+
+        fn try_from(HeadMap { num_heads, num_kv_heads, kv_of_head }: HeadMap) -> crate::Result<Self> {
+            match kv_of_head {
+                None => Self::grouped(num_heads, num_kv_heads),
+                Some(map) if map.len() != num_heads => {
+                    Err(crate::Error::value("kv_of_head", "one entry for each of num_heads", map.len()))
+                }
+                Some(map) => Self::explicit(&map, num_kv_heads),
+            }
+        }
+    }
+}
+
 fn check_counts(num_heads: usize, num_kv_heads: usize) -> Result<()> {
     for (argument, count) in [("num_heads", num_heads), ("num_kv_heads", num_kv_heads)] {
         if count == 0 {
@@ -215,6 +271,15 @@ mod tests {
         assert_eq!(map.query_heads(2).count(), 0);
         assert_eq!(map.kv_head(9), 1);
         assert_eq!(HeadMap::explicit(&[0, 0], 2)?.query_heads(1).count(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn equal_groups_are_one_map_by_either_name() -> Result<()> {
+        assert_eq!(HeadMap::explicit(&[0, 0, 1, 1], 2)?, HeadMap::grouped(4, 2)?);
+        for (map, kv) in [([0, 1, 0, 1], 2), ([1, 1, 0, 0], 2), ([0, 0, 0, 1], 2), ([0, 0, 1, 1], 3)] {
+            assert_eq!(HeadMap::explicit(&map, kv)?.kv_of_head(), Some(&map[..]));
+        }
         Ok(())
     }
 

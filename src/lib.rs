@@ -26,7 +26,10 @@
 //! | which KV head a query head reads | [`HeadMap`] |
 //! | positions of tokens | [`Builder::rope`] (with [`Builder::qk_norm`]), [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
 //! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
-//! | what a call costs | [`Config::flops`] and [`inspect`] |
+//! | what a call costs | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
+//! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |
+//! | other heads in a layer | [`MultiHeadAttention::gate`], [`MultiHeadAttention::prune_heads`], [`MultiHeadAttention::pool_kv_heads`] |
+//! | a layer from a configuration | [`Config::builder`]; with the feature `serde` from a file |
 #![cfg_attr(feature = "safetensors", doc = "| tensors from a file | [`io::Tensors`] |")]
 //!
 //! # The contract
@@ -50,6 +53,7 @@
 //!
 //! - `rayon` (default): parallel heads, batch entries and query tiles.
 //! - `safetensors`: the module `io`, which reads tensors from the bytes of a file.
+//! - `serde`: [`Config`] and what it holds are read and written.
 
 pub mod attention;
 mod cache;

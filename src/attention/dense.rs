@@ -7,7 +7,8 @@
 //! Scratch: `block_rows * kv_len` numbers an item in flight, at most [`BLOCK_SCORES`] or one row.
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{ArrayViewMut1, ArrayViewMut2, Axis, s};
+use ndarray::{Array2, ArrayViewMut1, ArrayViewMut2, Axis, s};
+use std::ops::Range;
 
 use super::Outputs;
 use super::distance::{Start, add_from_line};
@@ -40,14 +41,10 @@ struct Item<'a, T> {
 pub(super) fn forward<T: Element>(problem: &Problem<'_, T>, outputs: Outputs<'_, T>) -> Result<()> {
     let dims = &problem.dims;
     let block_rows = (BLOCK_SCORES / dims.kv_len.max(1)).clamp(1, dims.q_len.max(1));
-    let distances = problem.rules.relative_keys.map_or(0, |keys| keys.view().nrows());
     parallel::try_for_each(items(problem, outputs, block_rows), dims.flop(), |item| {
-        let mut scores = zeros("scores", "[rows, kv_len]", (block_rows, dims.kv_len))?;
-        let mut relative = zeros("relative_keys", "[rows, distances]", (block_rows, distances))?;
+        let mut weigher = Weigher::new(problem, block_rows)?;
         for part in item.parts {
-            let rows = part.context.nrows();
-            let scratch = [scores.slice_mut(s![..rows, ..]), relative.slice_mut(s![..rows, ..])];
-            block(problem, &problem.head(item.entry, part.head), item.first_row, scratch, part);
+            block(problem, &problem.head(item.entry, part.head), item.first_row, &mut weigher, part);
         }
         Ok(())
     })
@@ -97,36 +94,17 @@ fn parts<'a, T: Element>(
     parts
 }
 
-/// The rows `first_row..` of one query head. `scores: [rows, kv_len]` and `relative: [rows, distances]` are scratch.
+/// The rows of one query head from `first_row` on.
 fn block<T: Element>(
     problem: &Problem<'_, T>,
     head: &Head<'_, T>,
     first_row: usize,
-    [mut scores, mut relative]: [ArrayViewMut2<'_, T>; 2],
+    weigher: &mut Weigher<T>,
     mut part: Part<'_, T>,
 ) {
-    let rows = scores.nrows();
-    // A product over an inner axis of length 0 must leave zeros and not what was there before.
-    scores.fill(T::zero());
+    let rows = first_row..first_row + part.context.nrows();
+    let (mut scores, _) = weigher.weigh(problem, head, rows, part.lse);
     part.context.fill(T::zero());
-    let q = head.q.slice(s![first_row..first_row + rows, ..]);
-    general_mat_mul(problem.rules.scale, &q, &head.k.t(), T::zero(), &mut scores);
-    if let Some(keys) = &problem.rules.relative_keys {
-        relative.fill(T::zero());
-        general_mat_mul(problem.rules.scale, &q, &keys.view().t(), T::zero(), &mut relative);
-    }
-    for (r, mut row) in scores.outer_iter_mut().enumerate() {
-        if let Some(row) = row.as_slice_mut() {
-            if let (Some(keys), Some(line)) = (&problem.rules.relative_keys, relative.row(r).as_slice()) {
-                let position = head.mask.position(first_row + r);
-                add_from_line(line, Start { lowest: keys.lowest(), position, first: 0 }, row);
-            }
-            let row = softmax_row(problem, head, first_row + r, row);
-            if let Some(lse) = &mut part.lse {
-                lse[r] = row;
-            }
-        }
-    }
     if let Some(weights) = &mut part.weights {
         weights.assign(&scores);
     }
@@ -142,6 +120,65 @@ fn block<T: Element>(
         for (j, _) in head.visible(first_row + r) {
             context.scaled_add(scores[[r, j]], &head.v.row(j));
         }
+    }
+}
+
+/// Makes the weights of a few rows at a time.
+pub(crate) struct Weigher<T> {
+    /// `[rows, kv_len]`
+    scores: Array2<T>,
+    /// `[rows, distances]`
+    relative: Array2<T>,
+}
+
+impl<T: Element> Weigher<T> {
+    /// With room for `rows` rows.
+    pub(crate) fn new(problem: &Problem<'_, T>, rows: usize) -> Result<Self> {
+        let distances = problem.rules.relative_keys.map_or(0, |keys| keys.view().nrows());
+        Ok(Self {
+            scores: zeros("scores", "[rows, kv_len]", (rows, problem.dims.kv_len))?,
+            relative: zeros("relative_keys", "[rows, distances]", (rows, distances))?,
+        })
+    }
+
+    /// The weights `[rows, kv_len]` of these rows of a query head, and the keys that one of them may see: the weights of
+    /// others are 0 (or NaN, in a row that sees one).
+    pub(crate) fn weigh(
+        &mut self,
+        problem: &Problem<'_, T>,
+        head: &Head<'_, T>,
+        rows: Range<usize>,
+        mut lse: Option<ArrayViewMut1<'_, T>>,
+    ) -> (ArrayViewMut2<'_, T>, Range<usize>) {
+        let mut scores = self.scores.slice_mut(s![..rows.len(), ..]);
+        // A product over an inner axis of length 0 must leave zeros and not what was there before.
+        scores.fill(T::zero());
+        if rows.is_empty() {
+            return (scores, 0..0);
+        }
+        // Both ends of what a query sees grow with the query; those of a query that sees nothing can lie anywhere.
+        let (start, end) = (head.mask.keys(rows.start).start, head.mask.keys(rows.end - 1).end);
+        let end = end.min(scores.ncols());
+        let keys = start.min(end)..end;
+        let (q, k) = (head.q.slice(s![rows.clone(), ..]), head.k.slice(s![keys.clone(), ..]));
+        general_mat_mul(problem.rules.scale, &q, &k.t(), T::zero(), &mut scores.slice_mut(s![.., keys.clone()]));
+        if let Some(keys) = &problem.rules.relative_keys {
+            self.relative.fill(T::zero());
+            let mut relative = self.relative.slice_mut(s![..rows.len(), ..]);
+            general_mat_mul(problem.rules.scale, &q, &keys.view().t(), T::zero(), &mut relative);
+        }
+        for ((r, i), mut row) in rows.enumerate().zip(scores.outer_iter_mut()) {
+            let Some(row) = row.as_slice_mut() else { continue };
+            if let (Some(relative_keys), Some(line)) = (&problem.rules.relative_keys, self.relative.row(r).as_slice()) {
+                let (lowest, position, first) = (relative_keys.lowest(), head.mask.position(i), keys.start);
+                add_from_line(line, Start { lowest, position, first }, &mut row[keys.clone()]);
+            }
+            let row = softmax_row(problem, head, i, row);
+            if let Some(lse) = &mut lse {
+                lse[r] = row;
+            }
+        }
+        (scores, keys)
     }
 }
 

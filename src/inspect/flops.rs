@@ -90,7 +90,7 @@ impl Config {
 }
 
 /// The product, or the largest number there is; 0 if one factor is.
-fn product(factors: &[usize]) -> u64 {
+pub(super) fn product(factors: &[usize]) -> u64 {
     factors.iter().fold(1, |product, &n| product.saturating_mul(u64::try_from(n).unwrap_or(u64::MAX)))
 }
 

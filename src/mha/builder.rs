@@ -1,5 +1,10 @@
 //! From sizes to a layer, every argument checked once.
 
+mod told;
+
+#[cfg(feature = "serde")]
+pub(super) use told::Told;
+
 use ndarray::Array1;
 use std::marker::PhantomData;
 
@@ -58,6 +63,8 @@ pub struct Builder<T> {
     sinks: bool,
     scale: Option<f64>,
     softcap: Option<f64>,
+    /// Whether new weights have norms.
+    qk_norm: bool,
     qk_norm_eps: Option<f64>,
     rope: Option<Rope>,
     alibi: Option<Slopes>,
@@ -83,6 +90,7 @@ impl<T: Element> Builder<T> {
             sinks: false,
             scale: None,
             softcap: None,
+            qk_norm: false,
             qk_norm_eps: None,
             rope: None,
             alibi: None,
@@ -252,7 +260,7 @@ impl<T: Element> Builder<T> {
     /// ```
     #[doc(alias = "rms_norm_eps")]
     pub fn qk_norm(mut self, eps: f64) -> Self {
-        self.qk_norm_eps = Some(eps);
+        (self.qk_norm, self.qk_norm_eps) = (true, Some(eps));
         self
     }
 
@@ -377,7 +385,7 @@ impl<T: Element> Builder<T> {
             if wanted { zeros(name, axes, len).map(Some) } else { Ok(None) }
         };
         let ones = |name| -> Result<Option<Array1<T>>> {
-            let norm = vector(self.qk_norm_eps.is_some(), name, "[head_dim]", config.head_dim)?;
+            let norm = vector(self.qk_norm, name, "[head_dim]", config.head_dim)?;
             Ok(norm.map(|norm| norm + T::one()))
         };
         let has = |projection| self.biases.contains(&projection);

@@ -362,7 +362,7 @@ impl<T: Element> MultiHeadAttention<T> {
 }
 
 /// `[batch, len, heads * width]` as `[batch, heads, len, width]`, without moving a number.
-fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>> {
+pub(super) fn by_head<T>(array: Array3<T>, heads: usize, width: usize) -> Result<Array4<T>> {
     let (batch, len, _) = array.dim();
     let array = array.into_shape_with_order((batch, len, heads, width)).map_err(too_long)?;
     Ok(array.permuted_axes([0, 2, 1, 3]))

@@ -12,8 +12,10 @@
 mod builder;
 mod decode;
 mod forward;
+mod heads;
 mod init;
 mod positions;
+mod surgery;
 mod weights;
 
 pub use builder::{Builder, Projection};
@@ -29,7 +31,12 @@ use crate::heads::HeadMap;
 use crate::position::{Alibi, Buckets, Rope};
 
 /// The sizes and rules of a layer, without its weights.
+///
+/// With the feature `serde` it can be written to a file and read from one. Reading takes what the builder takes: `d_model`
+/// and `heads` have to be there, the others have the builder's defaults, and what does not fit together is refused.
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(into = "builder::Told", try_from = "builder::Told"))]
 #[non_exhaustive]
 pub struct Config {
     /// Width of queries and output.
@@ -65,6 +72,20 @@ pub struct Config {
 }
 
 impl Config {
+    /// Starts a layer of these sizes and rules. What only weights can have (biases, sinks, norms, keys for distances) is
+    /// asked of the builder.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f64>::builder(64, 8).num_kv_heads(2).softcap(50.0).build()?;
+    /// let other = mha.config().builder::<f32>().seed(1).build()?;
+    /// assert_eq!(other.config(), mha.config());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn builder<T: Element>(&self) -> Builder<T> {
+        Builder::told(self.clone().into())
+    }
+
     /// `[in, out]` of w_q, w_k, w_v and w_o.
     pub(crate) fn shapes(&self) -> [(usize, usize); 4] {
         let (heads, kv_heads) = (self.heads.num_heads(), self.heads.num_kv_heads());

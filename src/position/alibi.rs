@@ -21,9 +21,11 @@ use crate::error::{Result, check_shape};
 /// assert_eq!(slopes(3), [-4.0, -8.0, -2.0]);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Alibi(Slopes);
 
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 enum Slopes {
     /// For so many heads.
     Paper(usize),
@@ -78,6 +80,11 @@ impl Alibi {
     }
 
     /// Checks that there is a slope for each head, which is a number in the type of the call.
+    /// The slopes of these heads.
+    pub(crate) fn select(&self, heads: &[usize]) -> Self {
+        Self(Slopes::Own(heads.iter().filter_map(|&head| self.slope(head)).collect()))
+    }
+
     pub(crate) fn check<T: Element>(&self, num_heads: usize) -> Result<()> {
         check_shape("alibi slopes", "[num_heads]", [Some(num_heads)], &[self.num_heads()])?;
         match &self.0 {

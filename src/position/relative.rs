@@ -22,6 +22,8 @@ use crate::error::{Error, Result};
 /// ```
 #[doc(alias = "relative_attention_num_buckets")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case", deny_unknown_fields))]
 #[non_exhaustive]
 pub enum Buckets {
     /// T5's encoder: half of the buckets for keys up to the query, half for keys behind it.

@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 
 /// Which columns of a head turn together. Both are the same at position 0 and differ everywhere else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 pub enum RopeStyle {
     /// Column `i` with column `i + dims / 2`: GPT-NeoX, Falcon, and LLaMA and its kin as Hugging Face stores them.
     #[doc(alias = "rotate_half")]
@@ -41,11 +42,14 @@ pub enum RopeStyle {
 /// ```
 #[doc(alias = "RotaryEmbedding")]
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 #[must_use = "a description of positions does nothing by itself"]
 pub struct Rope {
     style: RopeStyle,
     theta: f64,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
     dims: Option<usize>,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
     scaling: Option<RopeScaling>,
 }
 

@@ -18,6 +18,8 @@ use crate::error::{Error, Result};
 #[doc(alias = "rope_scaling")]
 #[doc(alias = "rope_type")]
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case", deny_unknown_fields))]
 #[non_exhaustive]
 pub enum RopeScaling {
     /// Position interpolation: every frequency is divided by `factor`.
@@ -48,6 +50,7 @@ pub enum RopeScaling {
 /// # Ok::<(), multihead::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Llama3 {
     /// Divides the slow frequencies.
     pub factor: f64,
@@ -70,12 +73,14 @@ pub struct Llama3 {
 /// # Ok::<(), multihead::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(deny_unknown_fields))]
 #[must_use = "a description of positions does nothing by itself"]
 pub struct Yarn {
     factor: f64,
     original_len: usize,
     beta_fast: f64,
     beta_slow: f64,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
     attention_factor: Option<f64>,
     whole_bounds: bool,
 }

@@ -1,13 +1,14 @@
 //! A call of the functional core.
 
 use multihead::attention::NewTokens;
+use multihead::inspect::{HeadStatistics, Tokens};
 use multihead::ndarray::{Array, Array1, Array2, Array4, ArrayD, ArrayRef4, ArrayView4, Axis, Dimension};
-use multihead::{CacheShape, Element, HeadMap, KvCache, Mask, Options, Result, Storage, Workspace, attention};
+use multihead::{CacheShape, Element, HeadMap, KvCache, Mask, Options, Path, Result, Storage, Workspace, attention};
 use std::cell::RefCell;
 
 use super::distances::Distances;
 use super::layout::Layout;
-use super::{Answer, Call, Via, Way, typed, widened};
+use super::{Answer, Call, Keep, Precision, Via, Way, typed, widened};
 
 /// Scaled dot-product attention with all its options, in `f64`.
 #[derive(Debug, Clone)]
@@ -105,6 +106,17 @@ impl Core {
     pub(crate) fn layouts(mut self, layouts: [Layout; 4]) -> Self {
         self.layouts = layouts;
         self
+    }
+
+    /// What the heads do, streamed and from the weights that the call returns.
+    pub(crate) fn statistics<T: Element>(&self, tokens: &Tokens<'_>) -> Result<[HeadStatistics; 2]> {
+        let way = Way::new(Precision::F64, Path::Auto, Keep::Weights);
+        self.with::<T, _>(way, |[q, k, v], options| {
+            let [lq, lk, lv, _] = self.layouts;
+            let (q, k, v) = (lq.view(&q), lk.view(&k), lv.view(&v));
+            let weights = attention::forward(&q, &k, &v, &options)?.weights.unwrap();
+            Ok([HeadStatistics::streamed(&q, &k, &options, tokens)?, HeadStatistics::of_weights(&weights, tokens)?])
+        })
     }
 
     /// Builds the arguments and hands them to `f`.
