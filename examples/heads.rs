@@ -116,11 +116,11 @@ fn prune(mha: &MultiHeadAttention<f32>, x: &Array3<f32>) -> Result<(), Box<dyn E
 /// One width cut into more and more heads.
 fn sweep(x: &Array3<f32>) -> Result<(), Box<dyn Error>> {
     let (_, len, d_model) = x.dim();
-    println!("d_model {d_model}, fresh weights, the same input; scores as large as after training\n");
+    println!("d_model {d_model}, fresh weights, the same input, scale 8 / sqrt(width)\n");
     println!("{:>14}{:>14}{:>14}{:>12}{:>22}", "heads x width", "parameters", "MFLOP", "entropy", "different patterns");
     let mut costs = Vec::new();
     for num_heads in [1, 2, 4, 8, 16, 32] {
-        // Fresh weights make small scores, for which every head looks everywhere alike.
+        // With the usual scale, fresh weights make small scores: every head looks everywhere alike.
         let scale = 8.0 / ((d_model / num_heads) as f64).sqrt();
         let mha = MultiHeadAttention::<f32>::builder(d_model, num_heads).scale(scale).seed(1).build()?;
         let (inputs, config) = (Inputs::new(x), mha.config());
