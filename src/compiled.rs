@@ -11,7 +11,7 @@ use crate::cache::Slots;
 use crate::error::Result;
 use crate::inspect::{self, HeadStatistics, Tokens};
 use crate::kernels::{Level, Real};
-use crate::linear::{self, Projected};
+use crate::linear::{self, Projected, Terms, WeightGradient};
 use crate::norm::HeadNorm;
 use crate::position::{self, Heads, Rope, RopeTable, Turn};
 
@@ -90,6 +90,23 @@ pub(crate) trait Compiled: Real {
 
     /// Normalises heads, `[.., head_dim]` one after the other.
     fn normalise(norm: &HeadNorm<'_, Self>, heads: &mut [Self]);
+
+    /// From the gradient of normalised heads to that of the heads before, and what the weight's gradient gets of it.
+    fn differentiate_norm(
+        norm: &HeadNorm<'_, Self>,
+        heads: &[Self],
+        d_heads: &mut [Self],
+        d_weight: &mut [Self],
+        room: &mut Vec<Self>,
+    ) -> Result<()>;
+
+    /// The gradients of their weights, together.
+    fn weight_gradients(
+        level: Level,
+        gradients: [Option<WeightGradient<'_, Self>>; 3],
+        terms: Terms,
+        scratch: &mut Vec<Vec<Self>>,
+    );
 
     /// Turns heads by their positions.
     fn rotate(
@@ -194,6 +211,25 @@ macro_rules! compiled {
 
             fn normalise(norm: &HeadNorm<'_, Self>, heads: &mut [Self]) {
                 norm.apply(heads);
+            }
+
+            fn differentiate_norm(
+                norm: &HeadNorm<'_, Self>,
+                heads: &[Self],
+                d_heads: &mut [Self],
+                d_weight: &mut [Self],
+                room: &mut Vec<Self>,
+            ) -> Result<()> {
+                norm.differentiate(heads, d_heads, d_weight, room)
+            }
+
+            fn weight_gradients(
+                level: Level,
+                gradients: [Option<WeightGradient<'_, Self>>; 3],
+                terms: Terms,
+                scratch: &mut Vec<Vec<Self>>,
+            ) {
+                linear::weight_gradients(Self::kernels(level), gradients, terms, scratch);
             }
 
             fn rotate(

@@ -79,7 +79,10 @@ pub use error::{Error, Lengths, Result};
 pub use heads::HeadMap;
 pub use kernels::{Level, UnknownLevel};
 pub use mask::{BoundMask, Mask, Visibility};
-pub use mha::{Builder, Config, Init, Inputs, LayerOutput, MultiHeadAttention, Projection, Sequence, Weights};
+pub use mha::{
+    Builder, Config, Init, Inputs, LayerGradients, LayerOutput, MultiHeadAttention, Projection, Recording, Sequence,
+    Tape, Weights,
+};
 pub use ndarray;
 pub use position::{Positions, Rope, RopeScaling, RopeStyle};
 

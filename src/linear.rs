@@ -1,25 +1,46 @@
-//! `y = x W + b` for the projections: `x: [batch, len, in]`, `w: [in, out]`, `b: [out]`, `y: [batch, len, out]`.
+//! `y = x W + b` for the projections, and its gradients: `x: [batch, len, in]`, `w: [in, out]`, `b: [out]`,
+//! `y: [batch, len, out]`.
+//!
+//! ```text
+//! d_x = d_y W^T            a projection too, by the turned view of W
+//! d_W = sum x^T d_y        over all tokens of all batch entries, in their order
+//! d_b = sum d_y
+//! ```
 //!
 //! Blocks of the outputs are dealt to the threads; the projections of a layer's inputs are dealt together, so no thread
 //! waits for the first to end. The product inside a block is `kernels/gemm.rs`. Every element sums its terms in order,
 //! so neither the blocks nor the threads change a bit.
 
-use ndarray::{Array1, Array2, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use ndarray::{ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
 
 use crate::element::Element;
-use crate::kernels::{Blocks, Kernels, Linear, block_scratch, reserve};
+use crate::kernels::{Blocks, Kernels, Linear, Start, block_scratch, reserve};
 use crate::parallel;
 
-/// One projection.
+/// One projection, `y (+)= x w + bias`.
 pub(crate) struct Projected<'a, T> {
     /// `[batch, len, in]`
     pub(crate) x: ArrayView3<'a, T>,
     /// `[in, out]`
-    pub(crate) w: &'a Array2<T>,
+    pub(crate) w: ArrayView2<'a, T>,
     /// `[out]`
-    pub(crate) bias: Option<&'a Array1<T>>,
+    pub(crate) bias: Option<ArrayView1<'a, T>>,
     /// `[batch, len, out]`
     pub(crate) y: ArrayViewMut3<'a, T>,
+    /// Whether `y` is added to.
+    pub(crate) start: Start,
+}
+
+/// The gradient of a projection's weights, `d_w (+)= sum x^T d_y` over all tokens.
+pub(crate) struct WeightGradient<'a, T> {
+    /// `[batch, len, in]`
+    pub(crate) x: ArrayView3<'a, T>,
+    /// `[batch, len, out]`
+    pub(crate) d_y: ArrayView3<'a, T>,
+    /// `[in, out]`
+    pub(crate) d_w: ArrayViewMut2<'a, T>,
+    /// Whether `d_w` is added to.
+    pub(crate) start: Start,
 }
 
 /// Rows and columns of a block: W is packed once for all rows of a block, which costs 3 % of 128 rows.
@@ -37,34 +58,95 @@ pub(crate) fn project<T: Element>(
 ) {
     let flat = |p: &Projected<'_, T>| flatten(p.x).is_some() && flatten(p.y.view()).is_some();
     if projections.iter().flatten().all(flat) {
-        return deal(kernels, projections, scratch);
+        let products = projections.map(|projection| {
+            let Projected { x, w, bias, y, start } = projection?;
+            Some((Linear { x: flatten(x)?, w, bias, start }, flatten_mut(y)?))
+        });
+        return deal(kernels, products, scratch);
     }
-    // One batch entry always lies flat.
     let batch = projections.iter().flatten().map(|p| p.y.len_of(Axis(0))).max().unwrap_or(0);
     for entry in 0..batch {
-        let entry = entry..entry + 1;
-        let one = projections.each_mut().map(|projection| {
-            projection.as_mut().map(|Projected { x, w, bias, y }| Projected {
-                x: x.slice_move(s![entry.clone(), .., ..]),
-                w,
-                bias: *bias,
-                y: y.slice_mut(s![entry.clone(), .., ..]),
-            })
+        let products = projections.each_mut().map(|projection| {
+            let Projected { x, w, bias, y, start } = projection.as_mut()?;
+            let linear = Linear { x: x.index_axis_move(Axis(0), entry), w: *w, bias: *bias, start: *start };
+            Some((linear, y.index_axis_mut(Axis(0), entry)))
         });
-        deal(kernels, one, scratch);
+        deal(kernels, products, scratch);
     }
 }
 
-fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
+/// Which tokens give something to the gradient of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Terms {
+    All,
+    /// Not those whose gradient is zero in all columns, whatever they hold: a mask hid them.
+    Seen,
+}
+
+impl Terms {
+    /// The first token from `token` on that gives nothing though it is not finite. (One that is finite gives zeros.)
+    fn next_hidden<T: Element>(self, x: ArrayView2<'_, T>, d_y: ArrayView2<'_, T>, token: usize) -> Option<usize> {
+        let is_finite = |row: ArrayView1<'_, T>| match row.to_slice() {
+            // Without a way out of the loop, so that it is done by vectors.
+            Some(row) => row.iter().fold(true, |finite, x| finite & x.is_finite()),
+            None => row.iter().all(|x| x.is_finite()),
+        };
+        match self {
+            Self::All => None,
+            Self::Seen => (token..x.nrows()).find(|&t| !is_finite(x.row(t)) && d_y.row(t).iter().all(|x| x.is_zero())),
+        }
+    }
+}
+
+/// Runs the gradients of all weights.
+pub(crate) fn weight_gradients<T: Element>(
+    kernels: &Kernels<T>,
+    mut gradients: [Option<WeightGradient<'_, T>>; 3],
+    terms: Terms,
+    scratch: &mut Vec<Vec<T>>,
+) {
+    let whole = |g: &WeightGradient<'_, T>| {
+        flatten(g.x).zip(flatten(g.d_y)).is_some_and(|(x, d_y)| terms.next_hidden(x, d_y, 0).is_none())
+    };
+    if gradients.iter().flatten().all(whole) {
+        let products = gradients.map(|gradient| {
+            let WeightGradient { x, d_y, d_w, start } = gradient?;
+            Some((Linear { x: flatten(x)?.reversed_axes(), w: flatten(d_y)?, bias: None, start }, d_w))
+        });
+        return deal(kernels, products, scratch);
+    }
+    for gradient in gradients.iter_mut().flatten() {
+        let WeightGradient { x, d_y, d_w, start } = gradient;
+        for (x, d_y) in x.outer_iter().zip(d_y.outer_iter()) {
+            // The tokens between two hidden ones, and once none at all, which begins the sums.
+            let mut token = 0;
+            loop {
+                let end = terms.next_hidden(x, d_y, token);
+                let tokens = token..end.unwrap_or(x.nrows());
+                let x = x.slice(s![tokens.clone(), ..]).reversed_axes();
+                let linear = Linear { x, w: d_y.slice(s![tokens, ..]), bias: None, start: *start };
+                deal(kernels, [Some((linear, d_w.view_mut())), None, None], scratch);
+                *start = Start::Add;
+                match end {
+                    Some(end) => token = end + 1,
+                    None => break,
+                }
+            }
+        }
+    }
+}
+
+/// A product and the matrix that it fills or is added to.
+type Product<'a, T> = (Linear<'a, T>, ArrayViewMut2<'a, T>);
+
+fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
     let mut work = 0.0;
     let mut items = 0;
     let mut room = 0;
-    let jobs = projections.map(|projection| {
-        let Projected { x, w, bias, y } = projection?;
-        work += 2.0 * x.len() as f64 * w.ncols() as f64 + FLOP_PER_WEIGHT * w.len() as f64;
-        let linear = Linear { x: flatten(x)?, w: w.view(), bias: bias.map(|bias| bias.view()) };
-        let y = flatten_mut(y)?;
-        room = room.max(block_scratch(&y, BLOCK_ROWS, BLOCK_COLUMNS, w.nrows()));
+    let jobs = products.map(|product| {
+        let (linear, y) = product?;
+        work += 2.0 * linear.x.len() as f64 * linear.w.ncols() as f64 + FLOP_PER_WEIGHT * linear.w.len() as f64;
+        room = room.max(block_scratch(&y, BLOCK_ROWS, BLOCK_COLUMNS, linear.w.nrows()));
         let blocks = Blocks::new(y, BLOCK_ROWS, BLOCK_COLUMNS);
         items += blocks.len();
         Some((linear, blocks))
@@ -87,17 +169,88 @@ fn deal<T: Element>(kernels: &Kernels<T>, projections: [Option<Projected<'_, T>>
     });
 }
 
-/// `[batch, len, width]` as `[batch * len, width]`, if the strides allow it. Without rows there is no axis to merge.
+/// `[batch, len, width]` as `[batch * len, width]`, if the strides allow it. Without numbers there is nothing to merge.
 fn flatten<T>(mut view: ArrayView3<'_, T>) -> Option<ArrayView2<'_, T>> {
     if view.is_empty() {
-        return ArrayView2::from_shape((0, view.len_of(Axis(2))), &[]).ok();
+        let (batch, len, width) = view.dim();
+        return ArrayView2::from_shape((batch * len, width), &[]).ok();
     }
     view.merge_axes(Axis(0), Axis(1)).then(|| view.index_axis_move(Axis(0), 0))
 }
 
 fn flatten_mut<T>(mut view: ArrayViewMut3<'_, T>) -> Option<ArrayViewMut2<'_, T>> {
     if view.is_empty() {
-        return ArrayViewMut2::from_shape((0, view.len_of(Axis(2))), &mut []).ok();
+        let (batch, len, width) = view.dim();
+        return ArrayViewMut2::from_shape((batch * len, width), &mut []).ok();
     }
     view.merge_axes(Axis(0), Axis(1)).then(|| view.index_axis_move(Axis(0), 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::{Level, Real};
+    use ndarray::{Array2, Array3};
+
+    /// Small numbers whose products and sums `f32` holds exactly.
+    fn numbers(shape: (usize, usize, usize), seed: usize) -> Array3<f32> {
+        Array3::from_shape_fn(shape, |(b, t, i)| ((7 * b + 5 * t * t + 3 * i + seed) % 11) as f32 - 5.0)
+    }
+
+    /// `sum x^T d_y` by loops, over the tokens that are `seen`.
+    fn plain(x: &Array3<f32>, d_y: &Array3<f32>, seen: impl Fn(usize, usize) -> bool) -> Array2<f32> {
+        Array2::from_shape_fn((x.dim().2, d_y.dim().2), |(i, j)| {
+            let tokens = (0..x.dim().0).flat_map(|b| (0..x.dim().1).map(move |t| (b, t)));
+            tokens.filter(|&(b, t)| seen(b, t)).map(|(b, t)| x[[b, t, i]] * d_y[[b, t, j]]).sum()
+        })
+    }
+
+    fn run(x: ArrayView3<'_, f32>, d_y: ArrayView3<'_, f32>, start: Start, terms: Terms) -> Array2<f32> {
+        let level = Level::best();
+        let begin = if start == Start::Add { 1000.0 } else { f32::NAN };
+        let mut d_w = Array2::from_elem((x.dim().2, d_y.dim().2), begin);
+        let gradient = WeightGradient { x, d_y, d_w: d_w.view_mut(), start };
+        weight_gradients(f32::kernels(level), [None, Some(gradient), None], terms, &mut Vec::new());
+        d_w
+    }
+
+    #[test]
+    fn weight_gradients_are_sums_over_tokens_for_any_strides_and_start() {
+        for (batch, len, inputs, outputs) in
+            [(1, 1, 1, 1), (2, 3, 5, 7), (3, 50, 20, 300), (2, 200, 130, 17), (2, 0, 4, 5)]
+        {
+            let (x, d_y) = (numbers((batch, len, inputs), 1), numbers((batch, len, outputs), 4));
+            let want = plain(&x, &d_y, |_, _| true);
+            let turned = x.t().as_standard_layout().into_owned().reversed_axes();
+            for x in [x.view(), turned.view()] {
+                assert_eq!(run(x, d_y.view(), Start::Zero, Terms::Seen), want);
+                assert_eq!(run(x, d_y.view(), Start::Add, Terms::All), &want + 1000.0);
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_that_nothing_saw_give_nothing_whatever_they_hold() {
+        let (mut x, mut d_y) = (numbers((2, 30, 6), 2), numbers((2, 30, 9), 3));
+        let hidden = [(0, 0), (0, 1), (0, 29), (1, 7), (1, 9), (1, 29)];
+        for (b, t) in hidden {
+            x[[b, t, t % 6]] = if t == 7 { f32::INFINITY } else { f32::NAN };
+            d_y.slice_mut(s![b, t, ..]).fill(0.0);
+        }
+        let want = plain(&x, &d_y, |b, t| !hidden.contains(&(b, t)));
+        for (start, want) in [(Start::Zero, want.clone()), (Start::Add, &want + 1000.0)] {
+            assert_eq!(run(x.view(), d_y.view(), start, Terms::Seen), want);
+            assert!(run(x.view(), d_y.view(), start, Terms::All).iter().any(|x| x.is_nan()));
+        }
+        // All of them.
+        let nan = Array3::from_elem((2, 30, 6), f32::NAN);
+        assert_eq!(
+            run(nan.view(), Array3::zeros((2, 30, 9)).view(), Start::Zero, Terms::Seen),
+            Array2::<f32>::zeros((6, 9))
+        );
+        // One that is seen stays.
+        d_y[[1, 9, 3]] = 1.0;
+        let got = run(x.view(), d_y.view(), Start::Zero, Terms::Seen);
+        assert!(got.row(3).iter().all(|x| x.is_nan()) && got.row(2).iter().all(|x| x.is_finite()));
+    }
 }

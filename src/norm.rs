@@ -52,8 +52,7 @@ impl<'a, T: Element> HeadNorm<'a, T> {
     }
 
     /// Turns the gradient of the normalised heads into that of `heads`, which are those before, and adds to that of the
-    /// weight. `room` is scratch.
-    #[cfg_attr(not(test), expect(dead_code, reason = "layers have no backward yet"))]
+    /// weight. A head whose gradient is zero gives nothing, whatever it holds: a mask hid it. `room` is scratch.
     pub(crate) fn differentiate(
         &self,
         heads: &[T],
@@ -73,7 +72,8 @@ impl<'a, T: Element> HeadNorm<'a, T> {
         let gradient: &[T] = d_heads;
         parallel::for_each_chunk(room, width, work, |index, sums| {
             let chunk = index * CHUNK * width..(count * width).min((index + 1) * CHUNK * width);
-            for (x, d_y) in heads[chunk.clone()].chunks_exact(width).zip(gradient[chunk].chunks_exact(width)) {
+            let pairs = heads[chunk.clone()].chunks_exact(width).zip(gradient[chunk].chunks_exact(width));
+            for (x, d_y) in pairs.filter(|(_, d_y)| is_seen(d_y)) {
                 let r = T::from_f64(self.reciprocal(x));
                 sums.iter_mut().zip(x).zip(d_y).for_each(|((sum, &x), &d_y)| *sum += d_y * (r * x));
             }
@@ -83,7 +83,8 @@ impl<'a, T: Element> HeadNorm<'a, T> {
         }
         parallel::for_each_chunk(d_heads, CHUNK * width, work, |index, chunk| {
             let heads = heads[index * CHUNK * width..].chunks_exact(width);
-            chunk.chunks_exact_mut(width).zip(heads).for_each(|(d_head, head)| self.differentiate_head(head, d_head));
+            let seen = chunk.chunks_exact_mut(width).zip(heads).filter(|(d_head, _)| is_seen(d_head));
+            seen.for_each(|(d_head, head)| self.differentiate_head(head, d_head));
         });
         Ok(())
     }
@@ -109,6 +110,11 @@ impl<'a, T: Element> HeadNorm<'a, T> {
         sums.iter_mut().zip(rest).for_each(|(sum, x)| *sum += x.into_f64() * x.into_f64());
         (sums.iter().sum::<f64>() / head.len() as f64 + self.eps).sqrt().recip()
     }
+}
+
+/// Whether a head has a gradient.
+fn is_seen<T: Element>(d_head: &[T]) -> bool {
+    d_head.iter().any(|d| !d.is_zero())
 }
 
 #[cfg(test)]

@@ -52,7 +52,6 @@ pub(crate) use gradients::{GradientsMut, check_saved, differentiate};
 pub use merge::merge;
 pub use options::{Options, Path};
 pub(crate) use source::{Packed, Source};
-pub(crate) use workspace::LayerBuffers;
 pub use workspace::Workspace;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};

@@ -51,6 +51,7 @@ pub struct Options<'a, T> {
     pub(crate) query_tile: Option<usize>,
     keep_weights: bool,
     bias_gradient: bool,
+    recompute: bool,
 }
 
 impl<T> Default for Options<'_, T> {
@@ -71,6 +72,7 @@ impl<T> Default for Options<'_, T> {
             query_tile: None,
             keep_weights: false,
             bias_gradient: false,
+            recompute: false,
         }
     }
 }
@@ -279,6 +281,21 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
+    /// Lets a layer's forward keep the lse and nothing else for backward, which computes queries, keys, values and context
+    /// again: the same gradients to the bit for the time of another forward. See [`Tape`](crate::Tape) for the memory.
+    /// Everything but [`MultiHeadAttention::forward_train`](crate::MultiHeadAttention::forward_train) takes no notice.
+    ///
+    /// ```
+    /// # use multihead::Options;
+    /// let options = Options::<f32>::new().recompute();
+    /// # let _ = options;
+    /// ```
+    #[doc(alias = "gradient_checkpointing")]
+    pub fn recompute(mut self) -> Self {
+        self.recompute = true;
+        self
+    }
+
     /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head.
     ///
     /// ```
@@ -350,6 +367,7 @@ impl<'a, T: Element> Options<'a, T> {
             query_tile: self.query_tile,
             keep_weights: self.keep_weights,
             bias_gradient: self.bias_gradient,
+            recompute: self.recompute,
         }
     }
 
@@ -368,6 +386,10 @@ impl<'a, T: Element> Options<'a, T> {
 
     pub(crate) fn wants_bias_gradient(&self) -> bool {
         self.bias_gradient
+    }
+
+    pub(crate) fn recomputes(&self) -> bool {
+        self.recompute
     }
 
     pub(crate) fn keeps_weights(&self) -> bool {

@@ -26,7 +26,8 @@ use std::sync::atomic::AtomicUsize;
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
 /// packed weights; with RoPE, `len * dims` numbers for the angles of the positions and `66 * dims` numbers of `f64` that
-/// they are made from.
+/// they are made from. Training takes as many numbers again for the gradients of projections and context, and keeps
+/// the memory of differentiated [`Tape`](crate::Tape)s for the next ones.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};
@@ -52,13 +53,19 @@ pub struct Workspace<T> {
     pub(crate) layer: LayerBuffers<T>,
 }
 
-/// Queries, keys, values and context of a layer, token by token.
+/// What a layer keeps from call to call, token by token.
 #[derive(Debug, Default)]
 pub(crate) struct LayerBuffers<T> {
-    pub(crate) q: Vec<T>,
-    pub(crate) k: Vec<T>,
-    pub(crate) v: Vec<T>,
-    pub(crate) context: Vec<T>,
+    /// Queries, keys, values and context.
+    pub(crate) heads: [Vec<T>; 4],
+    /// The gradients of these.
+    pub(crate) d_heads: [Vec<T>; 4],
+    /// Queries or keys before they were normalised, the gradient of the norm's weight, and scratch of it.
+    pub(crate) norm: [Vec<T>; 3],
+    /// What gradients held that are added to.
+    pub(crate) before: Vec<T>,
+    /// Queries, keys, values, context and lse of calls that have been differentiated, for the next ones.
+    pub(crate) tapes: Vec<[Vec<T>; 5]>,
     /// Packed weights, for each thread.
     pub(crate) scratch: Vec<Vec<T>>,
     /// Cosines and sines of the positions.

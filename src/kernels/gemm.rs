@@ -1,7 +1,7 @@
-//! Projections: one block of `y = x w + bias`.
+//! Projections: one block of `y = x w + bias`, or of `y = y + x w`.
 //!
 //! ```text
-//! y[i][j] = bias[j] + Σ_t x[i][t] w[t][j]      x [n, in], w [in, out], y [n, out]; x and w with any strides
+//! y[i][j] = (y[i][j] +) bias[j] + Σ_t x[i][t] w[t][j]      x [n, in], w [in, out], y [n, out]; x and w with any strides
 //! ```
 //!
 //! The caller cuts `y` into blocks, by rows and columns as it likes, and may hand them to threads. The sum over `t` runs
@@ -70,7 +70,7 @@ pub(crate) fn block_scratch<T>(out: &ArrayViewMut2<'_, T>, rows: usize, columns:
     operand_scratch(rows, terms) + if has_rows(out) { 0 } else { rows * columns }
 }
 
-/// The operands of `x w + bias`.
+/// The operands of `x w + bias`, and whether that is added to what the output holds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Linear<'a, T> {
     /// `[n, in]`.
@@ -79,10 +79,12 @@ pub(crate) struct Linear<'a, T> {
     pub(crate) w: ArrayView2<'a, T>,
     /// `[out]`.
     pub(crate) bias: Option<ArrayView1<'a, T>>,
+    pub(crate) start: Start,
 }
 
 impl<T: Real> Kernels<T> {
-    /// `out = x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides and is not read.
+    /// `out (+)= x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides, and is read only if
+    /// it is added to.
     ///
     /// `scratch` grows to [`block_scratch`] elements at most and can be used again.
     pub(crate) fn linear_block(
@@ -95,6 +97,7 @@ impl<T: Real> Kernels<T> {
     ) {
         let x = linear.x.slice_move(s![rows, ..]);
         let w = linear.w.slice_move(s![.., columns.clone()]);
+        let start = linear.start;
         let bias = linear.bias.map(|bias| bias.slice_move(s![columns]));
         assert_eq!((x.ncols(), out.dim()), (w.nrows(), (x.nrows(), w.ncols())), "shapes of a block");
         if out.is_empty() {
@@ -110,13 +113,18 @@ impl<T: Real> Kernels<T> {
         let operands = operand_scratch(x.nrows(), x.ncols());
         let (operands, copy) = aligned(scratch, operands + copied).split_at_mut(operands);
         if copied == 0 {
-            return form(self, x, w, bias, out, operands);
+            let start = begin(&mut out, bias, start);
+            return form(self, x, w, out, start, operands);
         }
         let Ok(mut copy) = ArrayViewMut2::from_shape(out.dim(), copy) else {
             debug_assert!(false, "the copy was made as long as the block");
             return;
         };
-        form(self, x, w, bias, copy.view_mut(), operands);
+        if start == Start::Add {
+            copy.assign(&out);
+        }
+        let start = begin(&mut copy, bias, start);
+        form(self, x, w, copy.view_mut(), start, operands);
         out.assign(&copy);
     }
 
@@ -125,11 +133,10 @@ impl<T: Real> Kernels<T> {
         &self,
         x: ArrayView2<'_, T>,
         w: ArrayView2<'_, T>,
-        bias: Option<ArrayView1<'_, T>>,
         mut out: ArrayViewMut2<'_, T>,
+        start: Start,
         scratch: &mut [T],
     ) {
-        let start = begin(&mut out, bias);
         let x = if is_unit(&x, 1) && is_forward(&x) { x } else { self.contiguous(x, scratch) };
         let [a_row, c_row] = [x.strides()[0], out.strides()[0]].map(isize::unsigned_abs);
         let b_row = w.strides()[1].unsigned_abs();
@@ -161,12 +168,11 @@ impl<T: Real> Kernels<T> {
         &self,
         x: ArrayView2<'_, T>,
         w: ArrayView2<'_, T>,
-        bias: Option<ArrayView1<'_, T>>,
         mut out: ArrayViewMut2<'_, T>,
+        mut start: Start,
         scratch: &mut [T],
     ) {
         let (depth, columns) = w.dim();
-        let mut start = begin(&mut out, bias);
         if depth == 0 && start == Start::Zero {
             out.fill(T::zero());
         }
@@ -196,12 +202,16 @@ impl<T: Real> Kernels<T> {
         }
     }
 
-    /// The rows of `x` one after the other: a copy, unless too few columns use it to pay for that and the micro-kernel
+    /// The rows of `x` one after the other, or its columns: a copy, unless too few columns use it to pay for that and the micro-kernel
     /// can walk `x` as it is. (Rows that are a power of two apart meet in the same few places of the cache.)
     fn broadcast_operand<'a>(&self, x: ArrayView2<'a, T>, columns: usize, copy: &'a mut [T]) -> ArrayView2<'a, T> {
         let walkable = is_forward(&x) && (is_unit(&x, 0) || is_unit(&x, 1));
         if walkable && (x.nrows() <= self.few_rows || columns <= NARROW) {
             return x;
+        }
+        // A turned matrix is walked turned: its copy moves whole rows of what is stored.
+        if is_unit(&x, 0) && !is_unit(&x, 1) {
+            return self.contiguous(x.reversed_axes(), copy).reversed_axes();
         }
         self.contiguous(x, copy)
     }
@@ -263,9 +273,12 @@ impl<T: Real> Kernels<T> {
 }
 
 /// Puts the bias into `out`, if there is one, and says what the sums begin with.
-fn begin<T: Real>(out: &mut ArrayViewMut2<'_, T>, bias: Option<ArrayView1<'_, T>>) -> Start {
-    let Some(bias) = bias else { return Start::Zero };
-    out.assign(&bias);
+fn begin<T: Real>(out: &mut ArrayViewMut2<'_, T>, bias: Option<ArrayView1<'_, T>>, start: Start) -> Start {
+    let Some(bias) = bias else { return start };
+    match start {
+        Start::Zero => out.assign(&bias),
+        Start::Add => out.zip_mut_with(&bias, |y, &b| *y = *y + b),
+    }
     Start::Add
 }
 
@@ -308,7 +321,7 @@ mod tests {
     fn verify<T: Real>(kernels: &Kernels<T>, x: ArrayView2<'_, T>, w: ArrayView2<'_, T>, bias: Option<&Array1<T>>) {
         let (rows, columns) = (x.nrows(), w.ncols());
         let mut out = Array2::from_elem((rows, columns), T::nan());
-        let linear = Linear { x, w, bias: bias.map(|bias| bias.view()) };
+        let linear = Linear { x, w, bias: bias.map(|bias| bias.view()), start: Start::Zero };
         kernels.linear_block(&linear, 0..rows, 0..columns, out.view_mut(), &mut Vec::new());
         for ((i, j), &y) in out.indexed_iter() {
             let first = bias.map_or(0.0, |bias| wide(bias[j]));
@@ -352,7 +365,7 @@ mod tests {
             let mut numbers = Numbers::new(3);
             let (x, w) = (numbers.matrix::<T>(50, 150), numbers.matrix(150, 200));
             let bias = Array1::from(numbers.vec(200));
-            let linear = Linear { x: x.view(), w: w.view(), bias: Some(bias.view()) };
+            let linear = Linear { x: x.view(), w: w.view(), bias: Some(bias.view()), start: Start::Zero };
             let scratch = &mut Vec::new();
             let mut whole = Array2::from_elem((50, 200), T::nan());
             kernels.linear_block(&linear, 0..50, 0..200, whole.view_mut(), scratch);
@@ -371,11 +384,43 @@ mod tests {
     }
 
     #[test]
+    fn sums_that_go_on_have_the_bits_of_one_sum() {
+        // Both forms, many and few rows, outputs that are copied and such that are not: the terms in two parts.
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for (rows, split) in [(50, 1), (50, 130), (3, 70), (1, 0)] {
+                let mut numbers = Numbers::new(5);
+                let (x, w) = (numbers.matrix::<T>(rows, 200), numbers.matrix::<T>(200, 90));
+                let bias = Array1::from(numbers.vec(90));
+                let scratch = &mut Vec::new();
+                let mut run = |terms: Range<usize>, start, bias, out: ArrayViewMut2<'_, T>| {
+                    let (x, w) = (x.slice(s![.., terms.clone()]), w.slice(s![terms, ..]));
+                    kernels.linear_block(&Linear { x, w, bias, start }, 0..rows, 0..90, out, scratch);
+                };
+                let mut whole = Array2::from_elem((rows, 90), T::nan());
+                run(0..200, Start::Zero, Some(bias.view()), whole.view_mut());
+                let mut straight = Array2::from_elem((rows, 90), T::nan());
+                let mut turned = Array2::from_elem((90, rows), T::nan());
+                for out in [straight.view_mut(), turned.view_mut().reversed_axes()] {
+                    let mut out = out;
+                    run(0..split, Start::Zero, Some(bias.view()), out.view_mut());
+                    run(split..200, Start::Add, None, out.view_mut());
+                    assert_eq!(out, whole, "{rows} rows, {split} terms first");
+                }
+                straight.fill(T::zero());
+                run(0..0, Start::Add, Some(bias.view()), straight.view_mut());
+                run(0..200, Start::Add, None, straight.view_mut());
+                assert_eq!(straight, whole, "{rows} rows, onto zeros");
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
     fn outputs_with_any_strides() {
         fn check<T: Real>(kernels: &Kernels<T>) {
             let mut numbers = Numbers::new(4);
             let (x, w) = (numbers.matrix::<T>(20, 10), numbers.matrix(10, 30));
-            let linear = Linear { x: x.view(), w: w.view(), bias: None };
+            let linear = Linear { x: x.view(), w: w.view(), bias: None, start: Start::Zero };
             let mut expected = Array2::zeros((20, 30));
             let scratch = &mut Vec::new();
             kernels.linear_block(&linear, 0..20, 0..30, expected.view_mut(), scratch);
@@ -396,7 +441,7 @@ mod tests {
             let (row, w) = (array![[1.0, 2.0]], array![[1.0, 10.0, 100.0], [3.0, 30.0, 300.0]]);
             let mut out = Array2::zeros((5, 3));
             if let Some(x) = row.broadcast((5, 2)) {
-                let linear = Linear { x, w: w.view(), bias: None };
+                let linear = Linear { x, w: w.view(), bias: None, start: Start::Zero };
                 f64::kernels(level).linear_block(&linear, 0..5, 0..3, out.view_mut(), &mut Vec::new());
             }
             assert!(out.rows().into_iter().all(|row| row == array![7.0, 70.0, 700.0]));

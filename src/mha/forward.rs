@@ -1,15 +1,15 @@
 //! The walk through the layer: project, turn by position, attend, project back.
 
 use ndarray::{
-    Array, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayRef4, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis,
-    Dimension, Ix2, Ix3,
+    Array, Array1, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayRef4, ArrayView3, ArrayViewMut3, ArrayViewMut4,
+    Axis, Dimension, Ix2, Ix3,
 };
 
 use super::{Config, MultiHeadAttention, Weights};
-use crate::attention::{Dims, LayerBuffers, Options, Outputs, Workspace, lse_and_weights};
+use crate::attention::{Dims, Options, Outputs, Workspace, lse_and_weights};
 use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
-use crate::kernels::Level;
+use crate::kernels::{Level, Start};
 use crate::linear::Projected;
 use crate::mask::Mask;
 use crate::position::{Positions, Turn};
@@ -76,6 +76,17 @@ pub struct Inputs<'a, T> {
     /// Of the queries, and of the keys where they have their own.
     pub(super) positions: Option<Positions<'a>>,
     pub(super) key_positions: Option<Positions<'a>>,
+    pub(super) sources: Sources,
+}
+
+/// How many different arrays queries, keys and values come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sources {
+    /// Self-attention.
+    One,
+    /// Keys and values come from the same array.
+    Two,
+    Three,
 }
 
 impl<'a, T: Element> Inputs<'a, T> {
@@ -89,7 +100,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// ```
     pub fn new<D: Sequence>(query: &'a ArrayRef<T, D>) -> Self {
         let query = D::batched(query);
-        Self { query, key: query, value: query, positions: None, key_positions: None }
+        Self { query, key: query, value: query, positions: None, key_positions: None, sources: Sources::One }
     }
 
     /// Keys and values from another sequence: `context: [batch, kv_len, k_dim]` or `[kv_len, k_dim]`.
@@ -103,7 +114,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     #[doc(alias = "encoder_hidden_states")]
     #[doc(alias = "memory")]
     pub fn context<D: Sequence>(self, context: &'a ArrayRef<T, D>) -> Self {
-        self.key_value(context, context)
+        Self { sources: Sources::Two, ..self.key_value(context, context) }
     }
 
     /// `key: [batch, kv_len, k_dim]`, `value: [batch, kv_len, v_dim]`, or both without a batch axis.
@@ -116,6 +127,7 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// ```
     pub fn key_value<D: Sequence>(mut self, key: &'a ArrayRef<T, D>, value: &'a ArrayRef<T, D>) -> Self {
         (self.key, self.value) = (D::batched(key), D::batched(value));
+        self.sources = Sources::Three;
         self
     }
 }
@@ -292,7 +304,7 @@ impl<T: Element> MultiHeadAttention<T> {
         inputs.check_places()
     }
 
-    fn dims(&self, batch: usize, q_len: usize, kv_len: usize) -> Dims {
+    pub(super) fn dims(&self, batch: usize, q_len: usize, kv_len: usize) -> Dims {
         let Config { heads, head_dim, value_dim, .. } = &self.config;
         let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
         Dims { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim: *head_dim, value_dim: *value_dim }
@@ -314,25 +326,40 @@ impl<T: Element> MultiHeadAttention<T> {
         attend: impl FnOnce([&ArrayRef4<T>; 3], &Options<'_, T>, Outputs<'_, T>, &mut Workspace<T>) -> Result<()>,
     ) -> Result<()> {
         let LayerOutputs { output, lse, weights } = outputs;
-        let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = &self.weights;
+        let room = Room { lse, weights, memory: std::mem::take(&mut workspace.layer.heads) };
+        let activations = self.activate(inputs, options, room, workspace, attend)?;
+        self.project_back(&activations, options, output, workspace)?;
+        workspace.layer.heads = activations.into_memory();
+        Ok(())
+    }
+
+    /// The walk as far as the context; `attend` as in [`MultiHeadAttention::run`].
+    pub(super) fn activate(
+        &self,
+        inputs: &Inputs<'_, T>,
+        options: &Options<'_, T>,
+        room: Room<'_, T>,
+        workspace: &mut Workspace<T>,
+        attend: impl FnOnce([&ArrayRef4<T>; 3], &Options<'_, T>, Outputs<'_, T>, &mut Workspace<T>) -> Result<()>,
+    ) -> Result<Activations<T>> {
+        let Room { lse, weights, memory: [q, k, v, context] } = room;
+        let Weights { w_q, w_k, w_v, b_q, b_k, b_v, .. } = &self.weights;
         let Config { heads, head_dim, value_dim, .. } = &self.config;
         let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
         let (batch, q_len, _) = inputs.query.dim();
         let kv_len = inputs.key.len_of(Axis(1));
-        let level = options.level.unwrap_or_else(Level::best);
 
-        let LayerBuffers { q, k, v, context, mut scratch, mut rope } = std::mem::take(&mut workspace.layer);
         let [mut q, mut k, mut v] = [
             reused("q", "[batch, q_len, num_heads * head_dim]", (batch, q_len, w_q.ncols()), q)?,
             reused("k", "[batch, kv_len, num_kv_heads * head_dim]", (batch, kv_len, w_k.ncols()), k)?,
             reused("v", "[batch, kv_len, num_kv_heads * value_dim]", (batch, kv_len, w_v.ncols()), v)?,
         ];
         let projections = [
-            Some(Projected { x: inputs.query, w: w_q, bias: b_q.as_ref(), y: q.view_mut() }),
-            Some(Projected { x: inputs.key, w: w_k, bias: b_k.as_ref(), y: k.view_mut() }),
-            Some(Projected { x: inputs.value, w: w_v, bias: b_v.as_ref(), y: v.view_mut() }),
+            Some(projected(inputs.query, w_q, b_q.as_ref(), q.view_mut())),
+            Some(projected(inputs.key, w_k, b_k.as_ref(), k.view_mut())),
+            Some(projected(inputs.value, w_v, b_v.as_ref(), v.view_mut())),
         ];
-        T::project(level, projections, &mut scratch);
+        T::project(level(options), projections, &mut workspace.layer.scratch);
 
         // Both lie in one piece; they have just been made.
         if let (Some(q), Some(k)) = (q.as_slice_mut(), k.as_slice_mut()) {
@@ -342,23 +369,87 @@ impl<T: Element> MultiHeadAttention<T> {
         let mut q = by_head(q, num_heads, *head_dim)?;
         let mut k = by_head(k, num_kv_heads, *head_dim)?;
         let v = by_head(v, num_kv_heads, *value_dim)?;
-        self.turn_heads([q.view_mut(), k.view_mut()], inputs.places(), Turn::There, &mut rope)?;
-        let width = num_heads * value_dim;
-        let context = reused("context", "[batch, q_len, num_heads * value_dim]", (batch, q_len, width), context)?;
+        let turning = [q.view_mut(), k.view_mut()];
+        self.turn_heads(turning, inputs.places(), Turn::There, &mut workspace.layer.rope)?;
+        let shape = (batch, q_len, num_heads * value_dim);
+        let context = reused("context", "[batch, q_len, num_heads * value_dim]", shape, context)?;
         let mut context = by_head(context, num_heads, *value_dim)?;
         let outputs = Outputs { context: context.view_mut(), lse, weights };
         attend([&q, &k, &v], &self.options(options), outputs, workspace)?;
+        Ok(Activations { q, k, v, context })
+    }
 
-        let merged = context.permuted_axes([0, 2, 1, 3]);
-        let merged = merged.into_shape_with_order((batch, q_len, width)).map_err(too_long)?;
-        let back = Projected { x: merged.view(), w: w_o, bias: b_o.as_ref(), y: output };
-        T::project(level, [Some(back), None, None], &mut scratch);
-
-        let memory = |array: Array4<T>| array.into_raw_vec_and_offset().0;
-        let context = merged.into_raw_vec_and_offset().0;
-        workspace.layer = LayerBuffers { q: memory(q), k: memory(k), v: memory(v), context, scratch, rope };
+    /// The rest of the walk: from the context to the output.
+    pub(super) fn project_back(
+        &self,
+        activations: &Activations<T>,
+        options: &Options<'_, T>,
+        output: ArrayViewMut3<'_, T>,
+        workspace: &mut Workspace<T>,
+    ) -> Result<()> {
+        let Weights { w_o, b_o, .. } = &self.weights;
+        let back = projected(by_token(&activations.context)?, w_o, b_o.as_ref(), output);
+        T::project(level(options), [Some(back), None, None], &mut workspace.layer.scratch);
         Ok(())
     }
+}
+
+/// What the walk to the context fills, and where it works.
+pub(super) struct Room<'a, T> {
+    /// `[batch, num_heads, q_len]`
+    pub(super) lse: Option<ArrayViewMut3<'a, T>>,
+    /// `[batch, num_heads, q_len, kv_len]`
+    pub(super) weights: Option<ArrayViewMut4<'a, T>>,
+    /// Of queries, keys, values and context; what it holds does not matter.
+    pub(super) memory: [Vec<T>; 4],
+}
+
+/// What lies between the projections, by head; in memory the heads of a token lie side by side.
+#[derive(Debug, Clone)]
+pub(super) struct Activations<T> {
+    /// `[batch, num_heads, q_len, head_dim]`, turned by the positions
+    pub(super) q: Array4<T>,
+    /// `[batch, num_kv_heads, kv_len, head_dim]`, turned by the positions
+    pub(super) k: Array4<T>,
+    /// `[batch, num_kv_heads, kv_len, value_dim]`
+    pub(super) v: Array4<T>,
+    /// `[batch, num_heads, q_len, value_dim]`
+    pub(super) context: Array4<T>,
+}
+
+impl<T> Activations<T> {
+    /// The memory of queries, keys, values and context.
+    pub(super) fn into_memory(self) -> [Vec<T>; 4] {
+        [self.q, self.k, self.v, self.context].map(|array| array.into_raw_vec_and_offset().0)
+    }
+}
+
+/// The instruction set of a call.
+pub(super) fn level<T>(options: &Options<'_, T>) -> Level {
+    options.level.unwrap_or_else(Level::best)
+}
+
+/// `y = x W + b`
+pub(super) fn projected<'a, T>(
+    x: ArrayView3<'a, T>,
+    w: &'a Array2<T>,
+    bias: Option<&'a Array1<T>>,
+    y: ArrayViewMut3<'a, T>,
+) -> Projected<'a, T> {
+    Projected { x, w: w.view(), bias: bias.map(|bias| bias.view()), y, start: Start::Zero }
+}
+
+/// `[batch, heads, len, width]` as `[batch, len, heads * width]`, of an array of [`by_head`].
+pub(super) fn by_token<T>(array: &Array4<T>) -> Result<ArrayView3<'_, T>> {
+    let (batch, heads, len, width) = array.dim();
+    let array = array.view().permuted_axes([0, 2, 1, 3]);
+    array.into_shape_with_order((batch, len, heads * width)).map_err(too_long)
+}
+
+pub(super) fn by_token_mut<T>(array: &mut Array4<T>) -> Result<ArrayViewMut3<'_, T>> {
+    let (batch, heads, len, width) = array.dim();
+    let array = array.view_mut().permuted_axes([0, 2, 1, 3]);
+    array.into_shape_with_order((batch, len, heads * width)).map_err(too_long)
 }
 
 /// `[batch, len, heads * width]` as `[batch, heads, len, width]`, without moving a number.

@@ -9,6 +9,7 @@
 //! (Vaswani et al. 2017, section 3.2.2, <https://arxiv.org/abs/1706.03762>.) Multi-query and grouped-query attention
 //! are the same layer with fewer KV heads. Heads are split and merged by strides, never by copying.
 
+mod backward;
 mod builder;
 mod decode;
 mod forward;
@@ -16,14 +17,17 @@ mod heads;
 mod init;
 mod positions;
 mod surgery;
+mod train;
 mod weights;
 
+pub use backward::LayerGradients;
 pub use builder::{Builder, Projection};
 pub use forward::{Inputs, LayerOutput, Sequence};
 pub use init::Init;
+pub use train::{Recording, Tape};
 pub use weights::Weights;
 
-use ndarray::Array2;
+use ndarray::{Array2, ArrayViewD, ArrayViewMutD};
 
 use crate::element::Element;
 use crate::error::Result;
@@ -183,6 +187,65 @@ impl<T: Element> MultiHeadAttention<T> {
         weights.check(&self.config)?;
         self.weights = weights;
         Ok(())
+    }
+
+    /// All weights, biases and sinks, each with its gradient and by the name of its field, for an optimiser.
+    ///
+    /// SGD is `w.scaled_add(-rate, &d_w)`. This is Adam (Kingma and Ba 2015, <https://arxiv.org/abs/1412.6980>):
+    ///
+    /// ```
+    /// use multihead::{ndarray::{Array3, Zip}, Inputs, MultiHeadAttention, Options, Weights};
+    ///
+    /// struct Adam {
+    ///     rate: f32,
+    ///     step: i32,
+    ///     mean: Weights<f32>,
+    ///     square: Weights<f32>,
+    /// }
+    ///
+    /// impl Adam {
+    ///     fn update(&mut self, mha: &mut MultiHeadAttention<f32>, d: &Weights<f32>) -> multihead::Result<()> {
+    ///         self.step += 1;
+    ///         let unbias = |beta: f32| 1.0 - beta.powi(self.step);
+    ///         let (rate, floor) = (self.rate * unbias(0.999).sqrt() / unbias(0.9), 1e-8);
+    ///         let averages = self.mean.iter_mut().zip(self.square.iter_mut());
+    ///         for ((_, w, d_w), ((_, mean), (_, square))) in mha.parameters_mut(d)?.zip(averages) {
+    ///             Zip::from(w).and(d_w).and(mean).and(square).for_each(|w, &d_w, mean, square| {
+    ///                 *mean += 0.1 * (d_w - *mean);
+    ///                 *square += 0.001 * (d_w * d_w - *square);
+    ///                 *w -= rate * *mean / (square.sqrt() + floor);
+    ///             });
+    ///         }
+    ///         Ok(())
+    ///     }
+    /// }
+    ///
+    /// let mut mha = MultiHeadAttention::builder(16, 4).bias().build()?;
+    /// let zeros = mha.weights().zeros_like();
+    /// let mut adam = Adam { rate: 0.01, step: 0, mean: zeros.clone(), square: zeros };
+    /// let x = Array3::from_shape_fn((2, 5, 16), |(b, i, j)| ((b + 3 * i + 7 * j) % 5) as f32 - 2.0);
+    /// let mut losses = Vec::new();
+    /// for _ in 0..20 {
+    ///     let (y, tape) = mha.forward_train(&Inputs::new(&x), &Options::new())?;
+    ///     let d_y = y - &x;
+    ///     losses.push(d_y.mapv(|d| d * d).sum() / 2.0);
+    ///     let gradients = mha.backward(&tape, &d_y)?;
+    ///     adam.update(&mut mha, &gradients.weights)?;
+    /// }
+    /// assert!(losses[19] < 0.5 * losses[0]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] or [`crate::Error::Value`] names the gradient of another shape than its parameter, the one
+    /// that is missing, and the one that has no parameter.
+    pub fn parameters_mut<'b>(
+        &'b mut self,
+        gradients: &'b Weights<T>,
+    ) -> Result<impl Iterator<Item = (&'static str, ArrayViewMutD<'b, T>, ArrayViewD<'b, T>)>> {
+        gradients.check_gradients(&self.config, &self.weights)?;
+        let pairs = self.weights.iter_mut().zip(gradients.iter());
+        Ok(pairs.map(|((name, parameter), (_, gradient))| (name, parameter, gradient)))
     }
 
     /// `[d_model, num_heads * head_dim]`

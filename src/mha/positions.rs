@@ -77,6 +77,7 @@ impl<'a, T: Element> Inputs<'a, T> {
             value: self.value.view(),
             positions: Some(positions),
             key_positions: self.key_positions.as_ref().map(Positions::reborrow),
+            sources: self.sources,
         }
     }
 

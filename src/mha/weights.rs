@@ -1,6 +1,6 @@
 //! What a layer owns.
 
-use ndarray::{Array1, Array2};
+use ndarray::{Array1, Array2, ArrayViewD, ArrayViewMutD};
 
 use super::Config;
 use crate::attention::check_relative_keys;
@@ -75,6 +75,100 @@ impl<T: Element> Weights<T> {
         }
     }
 
+    /// Zeros of the same shapes, with the same biases and sinks: the start of a sum of gradients, or of an optimiser's
+    /// averages.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).bias().build()?;
+    /// let zeros = mha.weights().zeros_like();
+    /// assert!(zeros.iter().zip(mha.weights().iter()).all(|((_, zero), (_, w))| zero.shape() == w.shape()));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn zeros_like(&self) -> Self {
+        let matrix = |w: &Array2<T>| Array2::zeros(w.dim());
+        let vector = |b: &Option<Array1<T>>| b.as_ref().map(|b| Array1::zeros(b.dim()));
+        Self {
+            w_q: matrix(&self.w_q),
+            w_k: matrix(&self.w_k),
+            w_v: matrix(&self.w_v),
+            w_o: matrix(&self.w_o),
+            b_q: vector(&self.b_q),
+            b_k: vector(&self.b_k),
+            b_v: vector(&self.b_v),
+            b_o: vector(&self.b_o),
+            sinks: vector(&self.sinks),
+            q_norm: vector(&self.q_norm),
+            k_norm: vector(&self.k_norm),
+            relative_bias: self.relative_bias.as_ref().map(matrix),
+            relative_keys: self.relative_keys.as_ref().map(matrix),
+        }
+    }
+
+    /// All arrays that there are, by the names of the fields and in their order.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).biases(&[multihead::Projection::Output]).build()?;
+    /// assert_eq!(mha.weights().iter().map(|(name, _)| name).collect::<Vec<_>>(), ["w_q", "w_k", "w_v", "w_o", "b_o"]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, ArrayViewD<'_, T>)> {
+        let matrices = [("w_q", &self.w_q), ("w_k", &self.w_k), ("w_v", &self.w_v), ("w_o", &self.w_o)];
+        let Self { b_q, b_k, b_v, b_o, sinks, q_norm, k_norm, .. } = self;
+        let vectors = [("b_q", b_q), ("b_k", b_k), ("b_v", b_v), ("b_o", b_o), ("sinks", sinks)];
+        let vectors = vectors.into_iter().chain([("q_norm", q_norm), ("k_norm", k_norm)]);
+        let vectors = vectors.filter_map(|(name, b)| Some((name, b.as_ref()?.view().into_dyn())));
+        let tables = [("relative_bias", &self.relative_bias), ("relative_keys", &self.relative_keys)];
+        let tables = tables.into_iter().filter_map(|(name, table)| Some((name, table.as_ref()?.view().into_dyn())));
+        matrices.into_iter().map(|(name, w)| (name, w.view().into_dyn())).chain(vectors).chain(tables)
+    }
+
+    /// [`Weights::iter`] to write to.
+    ///
+    /// ```
+    /// use multihead::MultiHeadAttention;
+    /// let mha = MultiHeadAttention::<f32>::builder(8, 2).bias().build()?;
+    /// let mut average = mha.weights().zeros_like();
+    /// for ((_, mut average), (_, w)) in average.iter_mut().zip(mha.weights().iter()) {
+    ///     average.zip_mut_with(&w, |average, &w| *average = 0.99 * *average + 0.01 * w);
+    /// }
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (&'static str, ArrayViewMutD<'_, T>)> {
+        let Self { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, sinks, q_norm, k_norm, relative_bias, relative_keys } = self;
+        let matrices = [("w_q", w_q), ("w_k", w_k), ("w_v", w_v), ("w_o", w_o)];
+        let vectors = [("b_q", b_q), ("b_k", b_k), ("b_v", b_v), ("b_o", b_o), ("sinks", sinks)];
+        let vectors = vectors.into_iter().chain([("q_norm", q_norm), ("k_norm", k_norm)]);
+        let vectors = vectors.filter_map(|(name, b)| Some((name, b.as_mut()?.view_mut().into_dyn())));
+        let tables = [("relative_bias", relative_bias), ("relative_keys", relative_keys)];
+        let tables = tables.into_iter().filter_map(|(name, table)| Some((name, table.as_mut()?.view_mut().into_dyn())));
+        matrices.into_iter().map(|(name, w)| (name, w.view_mut().into_dyn())).chain(vectors).chain(tables)
+    }
+
+    /// Checks gradients: the shapes of the configuration, and the same arrays as in the weights.
+    pub(super) fn check_gradients(&self, config: &Config, weights: &Self) -> Result<()> {
+        const OPTIONAL: [&str; 9] =
+            ["b_q", "b_k", "b_v", "b_o", "sinks", "q_norm", "k_norm", "relative_bias", "relative_keys"];
+        let of = |w: &Self| {
+            let vectors = [&w.b_q, &w.b_k, &w.b_v, &w.b_o, &w.sinks, &w.q_norm, &w.k_norm].map(Option::is_some);
+            vectors.into_iter().chain([&w.relative_bias, &w.relative_keys].map(Option::is_some))
+        };
+        for (name, pair) in OPTIONAL.into_iter().zip(of(self).zip(of(weights))) {
+            match pair {
+                (false, true) => return Err(Error::value(name, "a gradient, since the layer has one", "None")),
+                (true, false) => return Err(Error::value(name, "None, since the layer has none", "a gradient")),
+                _ => {}
+            }
+        }
+        if let (Some(got), Some(keys)) = (&self.relative_keys, &weights.relative_keys) {
+            let expected = [Some(keys.nrows()), Some(keys.ncols())];
+            check_shape("relative_keys", "[2 clip + 1, head_dim]", expected, got.shape())?;
+        }
+        self.check(config)
+    }
+
+    /// Checks the shapes.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let [q, k, v, o] = config.shapes();
         let axes = [
