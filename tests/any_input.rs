@@ -145,6 +145,9 @@ fn no_layer_call_panics() {
             rope: positions.0,
             offsets: positions.1,
             distances: Distances::default(),
+            shared: false,
+            bias: None,
+            dropout: None,
         };
         let kv_len = key_value.map_or(query[1], |(key, _)| key[1]);
         agree_on(&layer, &query, [query[0], num_heads, query[1], kv_len]);
@@ -186,6 +189,9 @@ fn no_layer_that_fits_is_refused() {
             rope: (head_dim > 1).then(|| Rope::new(RopeStyle::HalfSplit, 100.0).dims(2)),
             offsets: [Some(5), None],
             distances: Distances::default(),
+            shared: false,
+            bias: None,
+            dropout: None,
         };
         layer.everywhere(|run| assert_eq!(run.answer.out.shape(), [2, len, 5]));
     });

@@ -6,10 +6,9 @@
 mod common;
 
 use common::cases::{Case, Fault, Op, Want};
-use common::core::Core;
 use common::gradients::gradient_ways;
 use common::{Answer, Call, PATHS, Precision, Via, Way, ways};
-use multihead::ndarray::{Array4, ArrayD, Dimension};
+use multihead::ndarray::{Array, ArrayD, Dimension};
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
@@ -36,14 +35,24 @@ impl Tally {
         let (gradients, outputs): (Vec<&Want>, Vec<&Want>) = wants.into_iter().partition(|want| want.is_gradient());
         match case.op {
             Op::Attention => {
-                self.call(name, &case.core()?, &outputs)?;
-                match case.d_out()? {
-                    Some(d_out) => self.gradients(name, &case.core()?, &d_out, &gradients)?,
-                    None if gradients.is_empty() => {}
-                    None => return Err("gradients without d_out".to_owned()),
+                let core = case.core()?;
+                self.call(name, &core, &outputs)?;
+                if let Some(d_out) = d_out(&case, &gradients)? {
+                    self.gradients(name, &gradients, |way| {
+                        let gradients = core.gradients(way, &d_out).map_err(|e| e.to_string())?;
+                        Ok(common::gradients::named(&gradients).into_iter().map(|(n, d)| (n.to_owned(), d)).collect())
+                    })?;
                 }
             }
-            Op::Layer => self.call(name, &case.layer()?, &outputs)?,
+            Op::Layer => {
+                let layer = case.layer()?;
+                self.call(name, &layer, &outputs)?;
+                if let Some(d_out) = d_out(&case, &gradients)? {
+                    self.gradients(name, &gradients, |way| {
+                        layer.gradients(way, &d_out).map_err(|e| e.to_string()).map(HashMap::from_iter)
+                    })?;
+                }
+            }
         }
         if self.answers == before {
             return Err("no answer to compare".to_owned());
@@ -66,13 +75,17 @@ impl Tally {
         Ok(())
     }
 
-    fn gradients(&mut self, file: &str, core: &Core, d_out: &Array4<f64>, wants: &[&Want]) -> Result<(), Fault> {
+    fn gradients(
+        &mut self,
+        file: &str,
+        wants: &[&Want],
+        gradients: impl Fn(Way) -> Result<HashMap<String, ArrayD<f64>>, Fault>,
+    ) -> Result<(), Fault> {
         let mut compared = HashSet::new();
         for way in gradient_ways() {
-            let gradients = core.gradients(way, d_out).map_err(|e| format!("{way}: {e}"))?;
-            let gradients: HashMap<_, _> = common::gradients::named(&gradients).into_iter().collect();
+            let gradients = gradients(way).map_err(|e| format!("{way}: {e}"))?;
             for want in wants {
-                let got = gradients.get(want.name.as_str()).ok_or(format!("nothing returns {}", want.name))?;
+                let got = gradients.get(&want.name).ok_or(format!("nothing returns {}", want.name))?;
                 self.compare(file, way, want, got);
                 compared.insert((&want.name, way.path, way.precision));
             }
@@ -88,6 +101,14 @@ impl Tally {
             Ok(_) => {}
             Err(fault) => self.faults.push(format!("{what} {way}: {fault}")),
         }
+    }
+}
+
+/// The gradient of the output, which a file with gradients has.
+fn d_out<D: Dimension>(case: &Case, gradients: &[&Want]) -> Result<Option<Array<f64, D>>, Fault> {
+    match case.d_out()? {
+        None if !gradients.is_empty() => Err("gradients without d_out".to_owned()),
+        d_out => Ok(d_out),
     }
 }
 

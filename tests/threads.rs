@@ -8,6 +8,7 @@ mod common;
 use common::core::Core;
 use common::distances::Distances;
 use common::layer::Layer;
+use common::train::{Kept, assert_same_named};
 use common::{Answer, Call, Keep, PATHS, Precision, Seeded, Way, assert_bits, gives_weights};
 use multihead::ndarray::{Array2, Axis, s};
 use multihead::position::{Alibi, Buckets};
@@ -103,6 +104,27 @@ fn b59_short_lengths_have_the_same_bits_on_any_pool() {
 #[test]
 fn layer_has_the_same_bits_on_any_pool() {
     check(&layer());
+}
+
+#[test]
+fn b59_gradients_of_the_layer_have_the_same_bits_on_any_pool() {
+    let mut layer = layer();
+    layer.weights.b_k = Some(Seeded(62).array(96));
+    layer.dropout = Some((0.2, 5));
+    let d_output = Seeded(63).array(layer.query.dim());
+    let pools = pools();
+    let ways = [Precision::F32, Precision::F64].map(|precision| Way::new(precision, Path::Auto, Keep::Nothing));
+    for (way, kept) in ways.into_iter().zip([Kept::All, Kept::Lse]) {
+        let want = pools[0].install(|| layer.gradients_keeping(way, kept, &d_output)).unwrap();
+        for pool in &pools[1..] {
+            let what = format!("{way}, {kept:?}, {} threads", pool.current_num_threads());
+            let gradients = || layer.gradients_keeping(way, kept, &d_output).unwrap();
+            assert_same_named(&what, &pool.install(gradients), &want);
+            let (left, right) = pool.install(|| rayon::join(gradients, gradients));
+            assert_same_named(&format!("{what}, inside a task"), &left, &want);
+            assert_same_named(&format!("{what}, inside a task"), &right, &want);
+        }
+    }
 }
 
 #[test]

@@ -14,7 +14,8 @@ use common::{Keep, Precision, Seeded, Way, assert_bits, typed, widened};
 use multihead::ndarray::{Array2, Array3, Array4, s};
 use multihead::position::{Alibi, Buckets};
 use multihead::{
-    Element, HeadMap, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Rope, RopeStyle, Workspace, attention,
+    Element, HeadMap, Inputs, LayerGradients, Level, Mask, MultiHeadAttention, Options, Path, Rope, RopeStyle,
+    Workspace, attention,
 };
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -203,6 +204,41 @@ fn the_layer_allocates_nothing_again_for_other_strides_and_a_bias() {
             let mut y = storage.view_mut().reversed_axes();
             layer.attend_into(&Inputs::new(&x), &options, &mut y, &mut workspace).unwrap();
         });
+    }
+}
+
+#[test]
+fn training_allocates_nothing_again() {
+    let _turn = TURN.lock();
+    for (len, threads) in [(10, 1), (40, 2), (90, 3)] {
+        let pool = pool(threads);
+        let mut draws = Seeded(7);
+        let x: Array3<f32> = typed(&draws.array((BATCH, len, 72)));
+        let context: Array3<f32> = typed(&draws.array((BATCH, len, 72)));
+        let bias: Array2<f32> = typed(&draws.array((len, len)));
+        for map in [None, Some(&[3, 0, 0, 2, 3, 3][..])] {
+            // Two layers, whose tapes are there at the same time.
+            let layers = [layer::<f32>(map), layer(None)];
+            for (name, mask) in [masks(len)[1].clone(), masks(len)[4].clone()] {
+                let plain = Options::new().mask(&mask).dropout(0.1, 3);
+                for options in [plain, plain.recompute(), plain.bias(&bias).unwrap().bias_gradient()] {
+                    let inputs = [Inputs::new(&x).context(&context), Inputs::new(&context)];
+                    let mut gradients =
+                        [0, 1].map(|i| LayerGradients::zeros(&layers[i], &inputs[i], &options).unwrap());
+                    let mut y = Array3::zeros(x.dim());
+                    let mut workspace = Workspace::new();
+                    let what = format!("training, {len} tokens, map {map:?}, {name}");
+                    allocates_nothing_again(&what, &pool, || {
+                        let tapes = [0, 1].map(|i| {
+                            layers[i].forward_train_into(&inputs[i], &options, &mut y, &mut workspace).unwrap()
+                        });
+                        let [first, second] = tapes;
+                        layers[1].backward_into(second, &y, &mut gradients[1], &mut workspace).unwrap();
+                        layers[0].backward_add(first, &y, &mut gradients[0], &mut workspace).unwrap();
+                    });
+                }
+            }
+        }
     }
 }
 

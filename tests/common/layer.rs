@@ -21,6 +21,8 @@ pub(crate) struct Layer {
     pub(crate) query: Array3<f64>,
     /// `[batch, kv_len, k_dim]` and `[batch, kv_len, v_dim]`; `None` is self-attention.
     pub(crate) key_value: Option<(Array3<f64>, Array3<f64>)>,
+    /// Keys and values come from one array, that of the keys.
+    pub(crate) shared: bool,
     pub(crate) mask: Mask,
     pub(crate) qk_norm_eps: Option<f64>,
     pub(crate) rope: Option<Rope>,
@@ -28,6 +30,10 @@ pub(crate) struct Layer {
     pub(crate) offsets: [Option<usize>; 2],
     /// The tables replace those of the weights.
     pub(crate) distances: Distances,
+    /// Of the scores, of rank 2 or 4.
+    pub(crate) bias: Option<ArrayD<f64>>,
+    /// Rate and seed.
+    pub(crate) dropout: Option<(f64, u64)>,
 }
 
 impl Layer {
@@ -45,11 +51,14 @@ impl Layer {
             weights,
             query,
             key_value: None,
+            shared: false,
             mask: Mask::none(),
             qk_norm_eps: None,
             rope: None,
             offsets: [None; 2],
             distances: Distances::default(),
+            bias: None,
+            dropout: None,
         }
     }
 
@@ -126,7 +135,7 @@ impl Layer {
     }
 
     /// Builds the layer and its arguments and hands them to `f`.
-    fn with<T: Element, R>(
+    pub(super) fn with<T: Element, R>(
         &self,
         way: Way,
         f: impl FnOnce(&MultiHeadAttention<T>, &Inputs<'_, T>, Options<'_, T>) -> Result<R>,
@@ -139,10 +148,18 @@ impl Layer {
         if let Some(offset) = self.offsets[1] {
             inputs = inputs.key_offset(offset);
         }
-        let options = way.choose(Options::new().mask(&self.mask));
+        let bias = self.bias.as_ref().map(|bias| typed(bias));
+        let mut options = way.choose(Options::new().mask(&self.mask));
+        if let Some(bias) = &bias {
+            options = options.bias(bias)?;
+        }
+        if let Some((rate, seed)) = self.dropout {
+            options = options.dropout(rate, seed);
+        }
         let mha = self.build()?;
         match &self.key_value {
             None => f(&mha, &inputs, options),
+            Some((context, _)) if self.shared => f(&mha, &inputs.context(&typed(context)), options),
             Some((key, value)) => f(&mha, &inputs.key_value(&typed(key), &typed(value)), options),
         }
     }

@@ -13,6 +13,7 @@ pub(crate) mod layout;
 pub(crate) mod masks;
 pub(crate) mod models;
 pub(crate) mod recipe;
+pub(crate) mod train;
 pub(crate) mod transformer;
 
 use multihead::ndarray::{Array, Array3, Array4, ArrayD, ArrayRef, Dimension, IntoDimension};
