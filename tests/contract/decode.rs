@@ -1,8 +1,6 @@
 //! Attention over a cache, chunk by chunk, against the whole at once.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::{Core, cache_of};
 use common::layer::Layer;

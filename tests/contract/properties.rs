@@ -1,8 +1,6 @@
 //! What holds for every call: of masks, heads, values, strides and shapes, and of all paths alike.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::layout::{LAYOUTS, Layout};

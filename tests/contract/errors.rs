@@ -1,8 +1,6 @@
 //! What a refused call says: the argument, its axes, what was expected and what came; and that nothing was written.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::layer::Layer;

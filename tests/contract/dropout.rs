@@ -1,8 +1,6 @@
 //! Dropout: the same pairs on every path, the same expectation, and nothing where it was not asked for.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::gradients::{assert_same_gradients, named};

@@ -1,9 +1,7 @@
 //! The gradients of the layer: against central differences in `f64` for every parameter under every pair of options, and
 //! every other way to get them against the plain one.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::distances::Distances;
 use common::gradients::gradient_ways;

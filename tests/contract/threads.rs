@@ -1,9 +1,7 @@
 //! The same bits for any number of threads, on whatever pool the call runs, and for any cut of the work.
 
 #![cfg(feature = "rayon")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::distances::Distances;

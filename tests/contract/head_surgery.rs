@@ -1,8 +1,6 @@
 //! Are layers with other heads what they are said to be?
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::{Seeded, is_near, property, typed};
 use multihead::inspect::{gate_gradient, head_importance};

@@ -1,9 +1,7 @@
 //! Faults that other attention libraries had, each as a test with the right numbers: scales, widths, strides, empty
 //! axes, extreme scores and the layer's projections.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::layer::Layer;

@@ -1,8 +1,6 @@
 //! Do the statistics of the heads say what their formulas say, streamed and from weights?
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::layer::Layer;

@@ -1,8 +1,6 @@
 //! RMSNorm of query and key heads: where it stands in a layer, and what it must not touch.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::layer::Layer;
 use common::{Call, ROUNDING, Seeded};

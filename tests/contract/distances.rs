@@ -1,8 +1,6 @@
 //! Biases and keys that go by the distance of a query and a key: ALiBi, learned buckets, Shaw's relative keys.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::distances::{Distances, bucket};

@@ -1,6 +1,5 @@
 //! Are configurations read as they were written, and checked as if they were built?
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 #![cfg(feature = "serde")]
 
 use multihead::position::{Alibi, Buckets, Llama3, Yarn};

@@ -1,9 +1,7 @@
 //! Faults that other libraries had in the gradients of attention, each as a test with the right numbers, and what the
 //! contract says of gradients: hidden pairs, empty rows, strides, buffers that are used again, threads.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::gradients::{assert_same_gradients, gradient_ways, named, tiled_ways, widened_gradients};

@@ -1,8 +1,6 @@
 //! Rotary positions: the rotation, its rules for long texts, and layers that use it.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::distances::Distances;
 use common::layer::Layer;

@@ -1,8 +1,6 @@
 //! The cache by itself: what fits, what is taken back, what forks share, and that unused slots never matter.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::cache_of;
 use common::{Seeded, assert_bits};

@@ -1,9 +1,7 @@
 //! The tiled path where its tiles end: lengths and widths around the sizes of tiles, panels and groups, with every
 //! instruction set by name, against the plain loops in `f64`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::{Answer, Call, Keep, Precision, ROUNDING, Run, Seeded, Way, Within, assert_bits, flat, is_near};

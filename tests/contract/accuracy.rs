@@ -8,9 +8,7 @@
 //! Errors are against the plain loops in `f64` on the same numbers, as the maximum over all of an output.
 //! With `--nocapture` the worst ratio of error and bound of each level is printed; 1 is what is allowed.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::{Answer, Call, Keep, Precision, Seeded, Way};

@@ -1,9 +1,7 @@
 //! The gradients of the core: the plain loops against central differences in `f64`, for every parameter under every
 //! combination of options, and every other way of computing them against the plain loops.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::distances::Distances;

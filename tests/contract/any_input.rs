@@ -1,8 +1,6 @@
 //! No input makes the crate panic, and every path refuses the same calls.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::distances::Distances;

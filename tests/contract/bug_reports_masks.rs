@@ -3,9 +3,7 @@
 //! With queries of zero all visible keys are equally likely, so an output is the mean of the values that its query
 //! sees, and a mask that is off by one shows in plain numbers.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
+use crate::common;
 
 use common::core::Core;
 use common::layer::Layer;

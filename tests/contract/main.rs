@@ -1,0 +1,28 @@
+//! The contract, one question per file. One program, because linking one for each file takes minutes; what counts
+//! allocations or reads a folder is a program of its own.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod accuracy;
+mod any_input;
+mod bug_reports_gradients;
+mod bug_reports_masks;
+mod bug_reports_shapes;
+mod cache;
+mod configurations;
+mod decode;
+mod distances;
+mod dropout;
+mod errors;
+mod gradients;
+mod head_statistics;
+mod head_surgery;
+mod properties;
+mod qk_norm;
+mod rope;
+mod threads;
+mod tiles;
+mod train;
