@@ -202,8 +202,9 @@ struct Queries<'s, T> {
     /// `[rows][64]`: probabilities of a tile, and gradients of its products.
     p: &'s mut [T],
     d: &'s mut [T],
-    /// `[rows]`, in binary units.
+    /// `[rows]` in binary units, and what they lack.
     lse: &'s mut [T],
+    rest: &'s mut [T],
     /// `[rows]`
     delta: &'s mut [T],
     row_keys: &'s mut Vec<RowKey>,
@@ -237,10 +238,28 @@ impl<T: Element> Backward<'_, '_, T> {
     fn item(&self, item: &mut RelayItem<'_, T>, scratch: &mut Scratch<T>) {
         let lengths = self.size.lengths();
         let (buffers, row_keys) = scratch.parts(&lengths);
-        let [key_panels, value_panels, keys, d_k, d_v, q, d_context, d_q, p, d, lse, delta, bias, slope, z, d_scores] =
-            buffers;
+        let [
+            key_panels,
+            value_panels,
+            keys,
+            d_k,
+            d_v,
+            q,
+            d_context,
+            d_q,
+            p,
+            d,
+            lse,
+            rest,
+            delta,
+            bias,
+            slope,
+            z,
+            d_scores,
+            ..,
+        ] = buffers;
         let room = BackRoom { slope, z, d_scores };
-        let mut queries = Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, finite: true };
+        let mut queries = Queries { q, d_context, d_q, p, d, lse, rest, delta, row_keys, bias, room, finite: true };
         item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;
@@ -308,7 +327,9 @@ impl<T: Element> Backward<'_, '_, T> {
         let finite = self.kernels.pack_rows(q.slice(at), queries.q);
         queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
         let lse = self.call.lse.slice(s![entry, head, positions.clone()]);
-        queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = in_binary_units(lse));
+        for ((to, rest), &lse) in queries.lse.iter_mut().zip(&mut *queries.rest).zip(lse) {
+            (*to, *rest) = in_binary_units_and_rest(lse);
+        }
         let first = (entry * dims.num_heads + head) * dims.q_len + positions.start;
         queries.delta[..positions.len()].copy_from_slice(&self.delta[first..][..positions.len()]);
         if let Some(dropout) = &rules.dropout {
@@ -394,6 +415,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 p,
                 d,
                 lse: &queries.lse[rows.clone()],
+                rest: &queries.rest[rows.clone()],
                 delta: &queries.delta[rows.clone()],
             };
             let scoring = Scoring {
@@ -537,6 +559,15 @@ fn add_to_bias<T: Element>(
             None => to += &ArrayView1::from(d_scores),
         }
     }
+}
+
+/// `x * log2(e)` as a number and what it lacks.
+fn in_binary_units_and_rest<T: Element>(x: T) -> (T, T) {
+    let binary = in_binary_units(x);
+    let exact = x.into_f64() * std::f64::consts::LOG2_E;
+    // A number at the end of the range stands for those beyond.
+    let rest = if binary.abs() < T::max_value() { T::from_f64(exact - binary.into_f64()) } else { T::zero() };
+    (binary, rest)
 }
 
 /// What turns products into scores in binary units.

@@ -69,7 +69,10 @@ impl<T: Element> Total<T> {
         match *self {
             // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
             Self::Keys { total, .. } if total == T::zero() => T::nan(),
-            Self::Keys { reference, total } => (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2),
+            // Rounded once: backward takes its probabilities from here.
+            Self::Keys { reference, total } => {
+                T::from_f64((reference.into_f64() + total.log2().into_f64()) * std::f64::consts::LN_2)
+            }
             Self::Sink(sink) => sink,
         }
     }

@@ -3,7 +3,7 @@
 //! ```text
 //! s = factor · q·k                           scores in binary units
 //! s = cap · tanh(s / cap) + bias             slope = 1 - tanh²
-//! p = 2^(s - lse)       where visible, else 0
+//! p = 2^(s - lse)       where visible, else 0          lse in two parts: its rounding would be an error of p
 //! d_s = p (z d_p - D)   where visible, else 0
 //! d_x = slope d_s
 //! p = z p
@@ -38,8 +38,9 @@ pub(crate) struct Back<T> {
     pub(crate) end: usize,
     pub(crate) p: *mut T,
     pub(crate) d: *mut T,
-    /// `[rows]`, in binary units.
+    /// `[rows]` in binary units, and what they lack.
     pub(crate) lse: *const T,
+    pub(crate) rest: *const T,
     /// `[rows]`
     pub(crate) delta: *const T,
     /// Per row, bit j set if key j is visible. A bias of -inf clears bits.
@@ -106,13 +107,15 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
         unsafe {
             let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
-            let lse = s.sub(s.zero(), s.splat(*a.lse.add(row)));
+            let (lse, rest) = (s.splat(*a.lse.add(row)), s.splat(*a.rest.add(row)));
             let delta = s.splat(*a.delta.add(row));
             let mut key = first;
             while key < end {
                 let mut t = [s.zero(); STEP];
                 for v in 0..STEP {
-                    t[v] = s.fma(s.load(p.add(key + v * S::LANES)), factor, lse);
+                    // Rounded as in the forward pass, so that a key that has all the weight has p = 1.
+                    let x = s.mul(s.load(p.add(key + v * S::LANES)), factor);
+                    t[v] = s.sub(s.sub(x, lse), rest);
                 }
                 let e = exp::exp2_together(s, t);
                 for v in 0..STEP {
@@ -160,8 +163,9 @@ pub(crate) struct BackGroup<'a, T> {
     /// `[rows][64]`: products of the context's gradient and the values; then the gradients of the products in `p`, but
     /// for the scale.
     pub(crate) d: &'a mut [T],
-    /// `[rows]`, in binary units.
+    /// `[rows]` in binary units, and what they lack.
     pub(crate) lse: &'a [T],
+    pub(crate) rest: &'a [T],
     /// `[rows]`
     pub(crate) delta: &'a [T],
 }
@@ -199,7 +203,7 @@ impl<T: Real> Kernels<T> {
         }
         let len = rows * KEYS;
         let (p, d) = (&mut group.p[..len], &mut group.d[..len]);
-        let (lse, delta) = (&group.lse[..rows], &group.delta[..rows]);
+        let (lse, rest, delta) = (&group.lse[..rows], &group.rest[..rows], &group.delta[..rows]);
         let bias = scoring.bias.map(|bias| &bias[..len]);
         let z = scoring.dropout.as_ref().map(|_| &room.z[..len]);
         let slope = scoring.softcap.map(|_| &mut room.slope[..len]);
@@ -214,6 +218,7 @@ impl<T: Real> Kernels<T> {
                 p: p.as_mut_ptr(),
                 d: d.as_mut_ptr(),
                 lse: lse.as_ptr(),
+                rest: rest.as_ptr(),
                 delta: delta.as_ptr(),
                 visible: visible.as_mut_ptr(),
                 all_visible,
