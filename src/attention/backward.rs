@@ -26,7 +26,7 @@ use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
 use super::schedule::{back_tile, key_block};
 use super::source::Arrays;
-use super::walk::{Call, Rows, Sight, Walk, in_binary_units};
+use super::walk::{Call, Rows, Sight, Walk};
 use super::workspace::{BackMods, BackSize, Scratch, Workspace};
 use crate::element::Element;
 use crate::error::Result;
@@ -202,9 +202,8 @@ struct Queries<'s, T> {
     /// `[rows][64]`: probabilities of a tile, and gradients of its products.
     p: &'s mut [T],
     d: &'s mut [T],
-    /// `[rows]` in binary units, and what they lack.
+    /// `[rows]`
     lse: &'s mut [T],
-    rest: &'s mut [T],
     /// `[rows]`
     delta: &'s mut [T],
     row_keys: &'s mut Vec<RowKey>,
@@ -250,7 +249,6 @@ impl<T: Element> Backward<'_, '_, T> {
             p,
             d,
             lse,
-            rest,
             delta,
             bias,
             slope,
@@ -259,7 +257,7 @@ impl<T: Element> Backward<'_, '_, T> {
             ..,
         ] = buffers;
         let room = BackRoom { slope, z, d_scores };
-        let mut queries = Queries { q, d_context, d_q, p, d, lse, rest, delta, row_keys, bias, room, finite: true };
+        let mut queries = Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, finite: true };
         item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;
@@ -327,9 +325,7 @@ impl<T: Element> Backward<'_, '_, T> {
         let finite = self.kernels.pack_rows(q.slice(at), queries.q);
         queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
         let lse = self.call.lse.slice(s![entry, head, positions.clone()]);
-        for ((to, rest), &lse) in queries.lse.iter_mut().zip(&mut *queries.rest).zip(lse) {
-            (*to, *rest) = in_binary_units_and_rest(lse);
-        }
+        queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = lse);
         let first = (entry * dims.num_heads + head) * dims.q_len + positions.start;
         queries.delta[..positions.len()].copy_from_slice(&self.delta[first..][..positions.len()]);
         if let Some(dropout) = &rules.dropout {
@@ -415,14 +411,13 @@ impl<T: Element> Backward<'_, '_, T> {
                 p,
                 d,
                 lse: &queries.lse[rows.clone()],
-                rest: &queries.rest[rows.clone()],
                 delta: &queries.delta[rows.clone()],
             };
             let scoring = Scoring {
                 visible: bits.as_ref().map(|bits| &bits[..]),
                 bias: rules.bias.is_some().then_some(&*queries.bias),
                 softcap: rules.softcap,
-                factor: signed_factor(rules.scale),
+                factor: rules.scale,
                 dropout: rules.dropout.as_ref().map(|dropout| Dropped {
                     keys: &queries.row_keys[rows.clone()],
                     first: keys.start,
@@ -559,18 +554,4 @@ fn add_to_bias<T: Element>(
             None => to += &ArrayView1::from(d_scores),
         }
     }
-}
-
-/// `x * log2(e)` as a number and what it lacks.
-fn in_binary_units_and_rest<T: Element>(x: T) -> (T, T) {
-    let binary = in_binary_units(x);
-    let exact = x.into_f64() * std::f64::consts::LOG2_E;
-    // A number at the end of the range stands for those beyond.
-    let rest = if binary.abs() < T::max_value() { T::from_f64(exact - binary.into_f64()) } else { T::zero() };
-    (binary, rest)
-}
-
-/// What turns products into scores in binary units.
-fn signed_factor<T: Element>(scale: T) -> T {
-    in_binary_units(scale)
 }

@@ -292,7 +292,7 @@ impl BackSize {
         [self.dims.head_dim, self.dims.value_dim].map(|width| width.div_ceil(PANEL).saturating_mul(PANEL))
     }
 
-    /// Key panels, value panels, keys, d_k, d_v; queries, d_context, d_q, probabilities, d_scores, lse, its rest, delta; bias,
+    /// Key panels, value panels, keys, d_k, d_v; queries, d_context, d_q, probabilities, d_scores, lse, delta; bias,
     /// slope, factors of dropout, gradients of the scores. See `backward.rs` for what is in them.
     pub(super) fn lengths(&self) -> Lengths {
         let Self { dims: Dims { head_dim, value_dim, .. }, query_tile, key_block, mods } = *self;
@@ -310,7 +310,6 @@ impl BackSize {
             rows.saturating_mul(k_width),
             rows * KEYS,
             rows * KEYS,
-            rows,
             rows,
             rows,
             tile(mods.biased),
