@@ -26,7 +26,7 @@ use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
 use super::schedule::{back_tile, key_block};
 use super::source::Arrays;
-use super::walk::{Call, Rows, Sight, Walk, in_binary_units};
+use super::walk::{Call, Rows, Sight, Walk};
 use super::workspace::{BackMods, BackSize, Scratch, Workspace};
 use crate::element::Element;
 use crate::error::Result;
@@ -202,7 +202,7 @@ struct Queries<'s, T> {
     /// `[rows][64]`: probabilities of a tile, and gradients of its products.
     p: &'s mut [T],
     d: &'s mut [T],
-    /// `[rows]`, in binary units.
+    /// `[rows]`
     lse: &'s mut [T],
     /// `[rows]`
     delta: &'s mut [T],
@@ -237,8 +237,25 @@ impl<T: Element> Backward<'_, '_, T> {
     fn item(&self, item: &mut RelayItem<'_, T>, scratch: &mut Scratch<T>) {
         let lengths = self.size.lengths();
         let (buffers, row_keys) = scratch.parts(&lengths);
-        let [key_panels, value_panels, keys, d_k, d_v, q, d_context, d_q, p, d, lse, delta, bias, slope, z, d_scores] =
-            buffers;
+        let [
+            key_panels,
+            value_panels,
+            keys,
+            d_k,
+            d_v,
+            q,
+            d_context,
+            d_q,
+            p,
+            d,
+            lse,
+            delta,
+            bias,
+            slope,
+            z,
+            d_scores,
+            ..,
+        ] = buffers;
         let room = BackRoom { slope, z, d_scores };
         let mut queries = Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, finite: true };
         item.clear_bias();
@@ -308,7 +325,7 @@ impl<T: Element> Backward<'_, '_, T> {
         let finite = self.kernels.pack_rows(q.slice(at), queries.q);
         queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
         let lse = self.call.lse.slice(s![entry, head, positions.clone()]);
-        queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = in_binary_units(lse));
+        queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = lse);
         let first = (entry * dims.num_heads + head) * dims.q_len + positions.start;
         queries.delta[..positions.len()].copy_from_slice(&self.delta[first..][..positions.len()]);
         if let Some(dropout) = &rules.dropout {
@@ -400,7 +417,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 visible: bits.as_ref().map(|bits| &bits[..]),
                 bias: rules.bias.is_some().then_some(&*queries.bias),
                 softcap: rules.softcap,
-                factor: signed_factor(rules.scale),
+                factor: rules.scale,
                 dropout: rules.dropout.as_ref().map(|dropout| Dropped {
                     keys: &queries.row_keys[rows.clone()],
                     first: keys.start,
@@ -537,9 +554,4 @@ fn add_to_bias<T: Element>(
             None => to += &ArrayView1::from(d_scores),
         }
     }
-}
-
-/// What turns products into scores in binary units.
-fn signed_factor<T: Element>(scale: T) -> T {
-    in_binary_units(scale)
 }

@@ -5,7 +5,7 @@
 //!     (o, m, l) of the item <- the walk of all rows over the chunk             one state for each item
 //! for each (batch entry, KV head):
 //!     m = max_c m_c,   o = sum_c 2^(m_c - m) o_c,   l = sum_c 2^(m_c - m) l_c  in ascending order
-//!     context, lse <- o / l, ln 2 * (m + log2 l)
+//!     context, lse <- o / l, m + ln l
 //! ```
 //!
 //! (Flash-Decoding, Dao et al. 2023, <https://pytorch.org/blog/flash-decoding/>.) The heads of a group are rows of one

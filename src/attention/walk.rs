@@ -5,9 +5,9 @@
 //! for each tile of 64 keys that the rows can see:
 //!     keys, values <- packed K, V                                      once for all rows of the item
 //!     for each group of 6 rows that can see the tile:
-//!         p <- |scale| * log2(e) * q keys^T; softcap, bias, mask; online softmax; dropout
+//!         p <- |scale| * q keys^T; softcap, bias, mask; online softmax; dropout
 //!         context <- context + p values
-//! context <- context / sum; lse <- ln 2 * (m + log2 sum)
+//! context <- context / sum; lse <- m + ln(sum)
 //! ```
 //!
 //! A row meets its keys in ascending order whatever the item, the group and the thread, so results do not depend on any
@@ -50,7 +50,7 @@ pub(super) struct Rows {
 pub(super) struct State<'s, T> {
     /// `[rows][width]`, not yet divided.
     pub(super) context: &'s mut [T],
-    /// `[rows]`, in binary units.
+    /// `[rows]`
     pub(super) maxima: &'s mut [T],
     /// `[rows][16]` partial sums.
     pub(super) sums: &'s mut [T],
@@ -58,7 +58,7 @@ pub(super) struct State<'s, T> {
 
 /// What a row's exponentials sum up to.
 pub(super) enum Total<T> {
-    /// `2^reference * total`
+    /// `e^reference * total`
     Keys { reference: T, total: T },
     /// No key was seen: the sink, or -inf where there is none.
     Sink(T),
@@ -69,7 +69,7 @@ impl<T: Element> Total<T> {
         match *self {
             // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
             Self::Keys { total, .. } if total == T::zero() => T::nan(),
-            Self::Keys { reference, total } => (reference + total.log2()) * T::from_f64(std::f64::consts::LN_2),
+            Self::Keys { reference, total } => reference + total.ln(),
             Self::Sink(sink) => sink,
         }
     }
@@ -388,10 +388,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let mut total = sum_of_16(&state.sums[row * PANEL..][..PANEL]);
         let mut reference = maximum;
         if let Some(sink) = sink {
-            let sink = in_binary_units(sink);
             reference = maximum.max(sink);
-            let shrink = (maximum - reference).exp2();
-            total = total * shrink + (sink - reference).exp2();
+            let shrink = (maximum - reference).exp();
+            total = total * shrink + (sink - reference).exp();
             context.iter_mut().for_each(|c| *c *= shrink);
         }
         self.kernels.divide(context, total);
@@ -410,8 +409,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             }
             let maximum = &mut state.maxima[row];
             let reference = maximum.max(other);
-            // A row that has seen nothing is zero, and 2^-inf keeps it so.
-            let factors = [(*maximum - reference).exp2(), (other - reference).exp2()];
+            // A row that has seen nothing is zero, and e^-inf keeps it so.
+            let factors = [(*maximum - reference).exp(), (other - reference).exp()];
             *maximum = reference;
             let weigh = |to: &mut [T], from: &[T]| {
                 to.iter_mut().zip(from).for_each(|(to, &from)| *to = *to * factors[0] + from * factors[1]);
@@ -430,13 +429,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 /// What the queries are multiplied by, which must not round them, and what their products are, which must be positive:
 /// hidden scores are -inf and have to stay so.
 fn split_scale<T: Element>(scale: T) -> (T, T) {
-    if scale == T::zero() { (T::zero(), T::one()) } else { (scale.signum(), in_binary_units(scale.abs())) }
-}
-
-/// `x * log2(e)`, rounded once; a finite number stays finite.
-pub(super) fn in_binary_units<T: Element>(x: T) -> T {
-    let binary = T::from_f64(x.into_f64() * std::f64::consts::LOG2_E);
-    if x.is_finite() { binary.max(T::min_value()).min(T::max_value()) } else { binary }
+    if scale == T::zero() { (T::zero(), T::one()) } else { (scale.signum(), scale.abs()) }
 }
 
 /// The sum of 16 partial sums, by halves: the order is fixed, and few additions wait for each other.

@@ -159,7 +159,7 @@ impl<T: Element> Kept<T> {
 }
 
 /// Buffers of a thread. Forward needs half of them.
-const BUFFERS: usize = 16;
+const BUFFERS: usize = 20;
 
 /// The scratch of one thread.
 #[derive(Debug)]

@@ -1,9 +1,9 @@
 //! Back through the softmax: one group of rows and one tile of 64 keys.
 //!
 //! ```text
-//! s = factor · q·k                           scores in binary units
+//! s = factor · q·k
 //! s = cap · tanh(s / cap) + bias             slope = 1 - tanh²
-//! p = 2^(s - lse)       where visible, else 0
+//! p = e^(s - lse)       where visible, else 0
 //! d_s = p (z d_p - D)   where visible, else 0
 //! d_x = slope d_s
 //! p = z p
@@ -38,7 +38,7 @@ pub(crate) struct Back<T> {
     pub(crate) end: usize,
     pub(crate) p: *mut T,
     pub(crate) d: *mut T,
-    /// `[rows]`, in binary units.
+    /// `[rows]`
     pub(crate) lse: *const T,
     /// `[rows]`
     pub(crate) delta: *const T,
@@ -46,11 +46,10 @@ pub(crate) struct Back<T> {
     pub(crate) visible: *mut u64,
     /// Every key of the range is visible, as far as `visible` knows beforehand.
     pub(crate) all_visible: bool,
-    /// `[rows][64]` in natural units, or null.
+    /// `[rows][64]`, or null.
     pub(crate) bias: *const T,
-    /// In natural units.
     pub(crate) softcap: Option<T>,
-    /// What turns the products in `p` into scores in binary units.
+    /// What turns the products in `p` into scores.
     pub(crate) factor: T,
     /// `[rows][64]` of the soft cap, or null without one: scratch.
     pub(crate) slope: *mut T,
@@ -98,7 +97,7 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
     a: &Back<S::Elem>,
     factor: S::Elem,
 ) {
-    let factor = s.splat(factor);
+    let (factor, log2_e) = (s.splat(factor), s.splat(S::Elem::LOG2_E));
     let smallest = s.splat(S::Elem::min_positive_value());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
@@ -106,13 +105,15 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
         unsafe {
             let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
-            let lse = s.sub(s.zero(), s.splat(*a.lse.add(row)));
+            let lse = s.splat(*a.lse.add(row));
             let delta = s.splat(*a.delta.add(row));
             let mut key = first;
             while key < end {
                 let mut t = [s.zero(); STEP];
                 for v in 0..STEP {
-                    t[v] = s.fma(s.load(p.add(key + v * S::LANES)), factor, lse);
+                    // Rounded as on the way forward: see `softmax.rs`.
+                    let x = s.mul(s.load(p.add(key + v * S::LANES)), factor);
+                    t[v] = s.mul(s.sub(x, lse), log2_e);
                 }
                 let e = exp::exp2_together(s, t);
                 for v in 0..STEP {
@@ -160,7 +161,7 @@ pub(crate) struct BackGroup<'a, T> {
     /// `[rows][64]`: products of the context's gradient and the values; then the gradients of the products in `p`, but
     /// for the scale.
     pub(crate) d: &'a mut [T],
-    /// `[rows]`, in binary units.
+    /// `[rows]`
     pub(crate) lse: &'a [T],
     /// `[rows]`
     pub(crate) delta: &'a [T],

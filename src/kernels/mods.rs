@@ -1,7 +1,7 @@
 //! What happens to a score between the product and the softmax.
 //!
 //! ```text
-//! s = cap · tanh(factor · q·k / cap) + bias        in binary units
+//! s = cap · tanh(factor · q·k / cap) + bias
 //! slope = 1 - tanh²                                the derivative of the cap, for backward
 //! ```
 //!
@@ -9,7 +9,6 @@
 
 use super::KEYS;
 use super::exp::tanh;
-use super::real::Real;
 use super::simd::Simd;
 use super::softmax::cold;
 use num_traits::{Float, One};
@@ -24,11 +23,10 @@ pub(super) struct Mods<T> {
     pub(super) p: *mut T,
     /// Per row, bit j set if key j is visible.
     pub(super) visible: *mut u64,
-    /// `[rows][64]` in natural units, or null.
+    /// `[rows][64]`, or null.
     pub(super) bias: *const T,
-    /// In natural units.
     pub(super) softcap: Option<T>,
-    /// What turns the products into scores in binary units.
+    /// What turns the products into scores.
     pub(super) factor: T,
     /// `[rows][64]` that become the derivative of the soft cap, or null.
     pub(super) slope: *mut T,
@@ -42,51 +40,30 @@ pub(super) struct Mods<T> {
 pub(super) unsafe fn score_mods<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
     // SAFETY: the contract is handed on; `visible` has a word per row.
     unsafe {
-        if a.bias.is_null() || small_bias(s, a, row) {
-            modify::<S, false>(s, a, row);
+        modify(s, a, row);
+        if a.bias.is_null() || !hides(s, a, row) {
             return false;
         }
         cold();
-        let hidden = modify::<S, true>(s, a, row);
-        *a.visible.add(row) &= !hidden;
-        hidden != 0
+        *a.visible.add(row) &= !hidden(s, a, row);
+        true
     }
 }
 
-/// Whether no bias of a row is infinite or becomes so by the change of units. NaN is let through.
+/// The scores of a row capped and with the bias added.
 ///
 /// # Safety
-/// As [`score_mods`], with a bias.
+/// As [`score_mods`].
 #[inline(always)]
-unsafe fn small_bias<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
-    let mut largest = s.zero();
+unsafe fn modify<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) {
+    let factor = s.splat(a.factor);
     for key in (a.first..a.end).step_by(S::LANES) {
-        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of the bias (contract).
-        let bias = unsafe { s.load(a.bias.add(row * KEYS + key)) };
-        // This order of operands skips NaN, which reaches the score by itself.
-        largest = s.max(s.max(s.sub(s.zero(), bias), bias), largest);
-    }
-    let limit = S::Elem::max_value() / (S::Elem::one() + S::Elem::one());
-    s.mask_bits(s.lt(s.splat(limit), largest)) == 0
-}
-
-/// The scores of a row capped and with the bias added; the bits of the keys whose bias is -inf. Without `LARGE`, all
-/// biases are small.
-///
-/// # Safety
-/// The arrays of [`Mods`] must have its shapes, with a row `row`.
-#[inline(always)]
-unsafe fn modify<S: Simd, const LARGE: bool>(s: S, a: &Mods<S::Elem>, row: usize) -> u64 {
-    let (factor, log2_e) = (s.splat(a.factor), s.splat(S::Elem::LOG2_E));
-    let (lowest, highest) = (s.splat(S::Elem::min_value()), s.splat(S::Elem::max_value()));
-    let mut hidden = 0;
-    for key in (a.first..a.end).step_by(S::LANES) {
-        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of `p` and of the bias (contract).
+        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of each array (contract).
         unsafe {
             let p = a.p.add(row * KEYS + key);
             let mut x = s.mul(s.load(p), factor);
             if let Some(cap) = a.softcap {
-                let cap = s.splat((cap * S::Elem::LOG2_E).min(S::Elem::max_value()));
+                let cap = s.splat(cap);
                 let bounded = tanh(s, s.div(x, cap));
                 x = s.mul(cap, bounded);
                 if !a.slope.is_null() {
@@ -95,18 +72,39 @@ unsafe fn modify<S: Simd, const LARGE: bool>(s: S, a: &Mods<S::Elem>, row: usize
                 }
             }
             if !a.bias.is_null() {
-                let bias = s.load(a.bias.add(row * KEYS + key));
-                if LARGE {
-                    hidden |= s.mask_bits(s.lt(bias, lowest)) << key;
-                    // A large finite bias is arithmetic, not a mask: the change of units must not make it infinite.
-                    let scaled = s.max(lowest, s.min(highest, s.mul(bias, log2_e)));
-                    x = s.add(x, s.select(s.lt(highest, bias), bias, scaled));
-                } else {
-                    x = s.fma(bias, log2_e, x);
-                }
+                x = s.add(x, s.load(a.bias.add(row * KEYS + key)));
             }
             s.store(p, x);
         }
     }
-    hidden
+}
+
+/// Whether some bias of a row is -inf.
+///
+/// # Safety
+/// As [`score_mods`], with a bias.
+#[inline(always)]
+unsafe fn hides<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
+    let mut smallest = s.zero();
+    for key in (a.first..a.end).step_by(S::LANES) {
+        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of the bias (contract). This order of operands
+        // skips NaN, which reaches the score by itself.
+        smallest = s.min(unsafe { s.load(a.bias.add(row * KEYS + key)) }, smallest);
+    }
+    s.mask_bits(s.lt(smallest, s.splat(S::Elem::min_value()))) != 0
+}
+
+/// The bits of the keys whose bias is -inf.
+///
+/// # Safety
+/// As [`score_mods`], with a bias.
+#[inline(always)]
+unsafe fn hidden<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> u64 {
+    let lowest = s.splat(S::Elem::min_value());
+    let mut bits = 0;
+    for key in (a.first..a.end).step_by(S::LANES) {
+        // SAFETY: as above.
+        bits |= s.mask_bits(s.lt(unsafe { s.load(a.bias.add(row * KEYS + key)) }, lowest)) << key;
+    }
+    bits
 }

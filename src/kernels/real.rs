@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 /// `f32` or `f64`: what a lane of a vector holds.
 pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
-    /// log2(e), the factor from natural units to the binary ones of the softmax.
+    /// log2(e), which turns an exponent of e into one of 2.
     const LOG2_E: Self;
     /// Coefficients `c` of `2^x ≈ 1 + x (c[0] + x (c[1] + ...))` on [0, 1): see `exp.rs`.
     const EXP2: &'static [Self];
@@ -14,7 +14,7 @@ pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
     const TANH: &'static [Self];
     /// Where `tanh` changes from the polynomial to the exponential.
     const TANH_NEAR: Self;
-    /// How far, in binary units, a score may exceed the reference of its row: see `softmax.rs`.
+    /// How far a score may exceed the reference of its row: see `softmax.rs`.
     const SLACK: Self;
     /// The exponent of the smallest normal number; powers of two below it are flushed to zero.
     const MIN_EXPONENT: Self;
@@ -43,7 +43,7 @@ macro_rules! real {
             const EXP2: &'static [Self] = &$exp2;
             const TANH: &'static [Self] = &$tanh;
             const TANH_NEAR: Self = 0.625;
-            const SLACK: Self = 8.0;
+            const SLACK: Self = 6.0;
             const MIN_EXPONENT: Self = ($t::MIN_EXP - 1) as Self;
             const OVERFLOW_EXPONENT: Self = $t::MAX_EXP as Self;
 

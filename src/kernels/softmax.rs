@@ -1,16 +1,16 @@
 //! One step of the online softmax: a group of rows meets one tile of 64 keys.
 //!
 //! ```text
-//! s  = factor · q·k                          scores in binary units: 2^s where the formula has e^s
+//! s  = factor · q·k
 //! s  = cap · tanh(s / cap) + bias
-//! m' = m, or the largest visible score       m' ≠ m only if some visible s > m + 8
-//! p  = 2^(s - m') where visible, else 0
-//! l  = l · 2^(m - m') + p,   o = o · 2^(m - m')
+//! m' = m, or the largest visible score       m' ≠ m only if some visible s > m + 6
+//! p  = e^(s - m') where visible, else 0
+//! l  = l · e^(m - m') + p,   o = o · e^(m - m')
 //! ```
 //!
 //! Shapes: `p` `[rows][64]` (scores in, probabilities out), `m` `[rows]`, `l` `[rows][16]` (one partial sum per lane), `o`
 //! `[rows][width]`. The reference `m` is *lazy*: any reference gives the same quotient `o / l`, so it moves only when a
-//! score would make `p` large (2^8), which is rare after the first tile. `m = -inf` means that the row has seen no key,
+//! score would make `p` large (e^6), which is rare after the first tile. `m = -inf` means that the row has seen no key,
 //! and then `l` and `o` are zero; the first visible tile sets `m` to its true maximum, so a single key has `p = 1`.
 //!
 //! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
@@ -42,11 +42,10 @@ pub(crate) struct Softmax<T> {
     pub(crate) visible: *mut u64,
     /// Every key of the range is visible, as far as `visible` knows beforehand.
     pub(crate) all_visible: bool,
-    /// `[rows][64]` in natural units, or null.
+    /// `[rows][64]`, or null.
     pub(crate) bias: *const T,
-    /// In natural units.
     pub(crate) softcap: Option<T>,
-    /// What turns the products in `p` into scores in binary units; positive, so that -inf stays -inf.
+    /// What turns the products in `p` into scores; positive, so that -inf stays -inf.
     pub(crate) factor: T,
 }
 
@@ -88,7 +87,7 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
     a: &Softmax<S::Elem>,
     factor: S::Elem,
 ) {
-    let factor = s.splat(factor);
+    let (factor, log2_e) = (s.splat(factor), s.splat(S::Elem::LOG2_E));
     let nothing = s.splat(S::Elem::neg_infinity());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
@@ -136,7 +135,10 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
             while key < end {
                 let mut t = [s.zero(); STEP];
                 for v in 0..STEP {
-                    t[v] = s.sub(s.mul(s.load(p.add(key + v * S::LANES)), factor), reference);
+                    // The difference is exact where it is small: all that follows from it has the relative error of a
+                    // power, and a key that has all the weight has p = 1, here and on the way back.
+                    let x = s.mul(s.load(p.add(key + v * S::LANES)), factor);
+                    t[v] = s.mul(s.sub(x, reference), log2_e);
                 }
                 let mut e = exp2_together(s, t);
                 for v in 0..STEP {
@@ -154,13 +156,13 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
     }
 }
 
-/// Multiplies the row of `o` and its partial sums by `2^exponent`.
+/// Multiplies the row of `o` and its partial sums by `e^exponent`.
 ///
 /// # Safety
 /// As [`softmax`], with `row < rows`.
 #[inline(always)]
 unsafe fn rescale<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize, exponent: S::Elem) {
-    let factor = exp2(s, s.splat(exponent));
+    let factor = exp2(s, s.splat(exponent * S::Elem::LOG2_E));
     // SAFETY: `width` and 16 are multiples of LANES, and the row of `o` and `l` has that many elements (contract).
     unsafe {
         let l = a.l.add(row * PANEL);

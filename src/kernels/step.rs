@@ -6,7 +6,7 @@
 //! o += p v         [rows][width]
 //! ```
 //!
-//! After the last tile, `o / Σ l` is the context and `ln 2 · (m + log2 Σ l)` the log-sum-exp of a row.
+//! After the last tile, `o / Σ l` is the context and `m + ln Σ l` the log-sum-exp of a row.
 //! The scheme is FlashAttention's (Dao et al., 2022) with tiles for registers and the first-level cache.
 
 use super::dropout::{Dropped, Into};
@@ -28,7 +28,7 @@ pub(crate) struct Group<'a, T> {
     /// `[rows][q_row]`, of which `head_dim` elements are used.
     pub(crate) q: &'a [T],
     pub(crate) q_row: usize,
-    /// Reference of each row in binary units; -inf until it has seen a key.
+    /// Reference of each row; -inf until it has seen a key.
     pub(crate) m: &'a mut [T],
     /// `[rows][16]` partial sums; zero at first.
     pub(crate) l: &'a mut [T],
@@ -78,11 +78,11 @@ pub(crate) enum Finite {
 pub(crate) struct Scoring<'a, T> {
     /// Per row, bit j set if key j of the tile may be seen; without it, all keys of the panels may.
     pub(crate) visible: Option<&'a [u64]>,
-    /// `[rows][64]`, in natural units.
+    /// `[rows][64]`
     pub(crate) bias: Option<&'a [T]>,
-    /// In natural units; finite and positive.
+    /// Finite and positive.
     pub(crate) softcap: Option<T>,
-    /// `|scale| · log2(e)`: products of queries and keys to scores in binary units. Applied to the product and not to the
+    /// `|scale|`: products of queries and keys to scores. Applied to the product and not to the
     /// queries, whose roundings would add up.
     pub(crate) factor: T,
     /// Of each row, after the softmax.

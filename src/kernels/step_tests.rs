@@ -55,7 +55,7 @@ impl<T: Real> Case<T> {
         let ((rows, head_dim), (keys, value_dim)) = (self.q.dim(), self.v.dim());
         let width = value_dim.next_multiple_of(PANEL);
         let mut q = nans(rows * head_dim);
-        kernels.pack_scaled(self.q.view(), T::LOG2_E, &mut q);
+        kernels.pack_scaled(self.q.view(), T::one(), &mut q);
         let (mut m, mut l) = (vec![T::neg_infinity(); rows], vec![T::zero(); rows * PANEL]);
         let mut o = vec![T::zero(); rows * width];
         for first in (0..keys).step_by(KEYS) {
@@ -114,7 +114,7 @@ impl<T: Real> Case<T> {
         Output { context, m, l }
     }
 
-    /// Scores in natural units, in f64.
+    /// Scores, in f64.
     fn score(&self, i: usize, j: usize) -> f64 {
         let mut score = self.q.row(i).iter().zip(self.k.row(j)).map(|(&q, &k)| wide(q) * wide(k)).sum::<f64>();
         if let Some(cap) = self.softcap {

@@ -11,9 +11,10 @@
 use crate::common;
 
 use common::core::Core;
+use common::gradients::tiled_ways;
 use common::{Answer, Call, Keep, Precision, Seeded, Way};
-use multihead::ndarray::{Array, Array2, Array3, Array4, Dimension, IntoDimension};
-use multihead::{Level, Mask, Path};
+use multihead::ndarray::{Array, Array2, Array3, Array4, ArrayView2, Axis, Dimension, IntoDimension, s};
+use multihead::{Gradients, Level, Mask, Path};
 use std::collections::BTreeMap;
 
 /// Queries and keys; the queries of the longest case are the last of its tokens, to keep the plain loops quick.
@@ -186,4 +187,130 @@ fn the_spread_case_spreads() {
             assert!(widest > 200.0, "{lengths:?}, {head_dim}: {widest}");
         }
     }
+}
+
+/// The gradients of the dense form in `f32`, by differentiation: all scores, softmax, `d_s = p (d_p - sum_j p d_p)`, products.
+/// Names and numbers of d_q, d_k, d_v.
+fn dense_gradients(core: &Core, d_context: &Array4<f64>) -> [Array4<f64>; 3] {
+    let (batch, heads, q_len, head_dim) = core.q.dim();
+    let (kv_len, value_dim) = (core.k.dim().2, core.v.dim().3);
+    let mask = core.mask.bind(batch, heads, q_len, kv_len).unwrap();
+    let single = |array: &Array4<f64>| array.iter().map(|&x| x as f32).collect::<Vec<_>>();
+    let [q, k, v, g] = [&core.q, &core.k, &core.v, d_context].map(single);
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0f32, |sum, (a, b)| sum + a * b);
+    let (mut d_q, mut d_k, mut d_v) = (vec![0f32; q.len()], vec![0f32; k.len()], vec![0f32; v.len()]);
+    for row in 0..heads * q_len {
+        let (head, i) = (row / q_len, row % q_len);
+        let (q, g) = (&q[row * head_dim..][..head_dim], &g[row * value_dim..][..value_dim]);
+        let seen: Vec<usize> = (0..kv_len).filter(|&j| mask.sees(0, head, i, j)).collect();
+        let (mut p, slopes): (Vec<f32>, Vec<f32>) = seen
+            .iter()
+            .map(|&j| {
+                let (mut s, mut slope) = (scale * dot(q, &k[j * head_dim..][..head_dim]), 1.0);
+                if let Some(cap) = core.softcap {
+                    let bounded = (s / cap as f32).tanh();
+                    (s, slope) = (cap as f32 * bounded, 1.0 - bounded * bounded);
+                }
+                (s + core.bias.as_ref().map_or(0.0, |bias| bias[[0, head, i, j]] as f32), slope)
+            })
+            .unzip();
+        let top = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        p.iter_mut().for_each(|p| *p = (*p - top).exp());
+        let total: f32 = p.iter().sum();
+        p.iter_mut().for_each(|p| *p /= total);
+        let d_p: Vec<f32> = seen.iter().map(|&j| dot(g, &v[j * value_dim..][..value_dim])).collect();
+        let delta = dot(&p, &d_p);
+        for (n, &j) in seen.iter().enumerate() {
+            let d_x = scale * (p[n] * (d_p[n] - delta) * slopes[n]);
+            let add =
+                |to: &mut [f32], factor: f32, x: &[f32]| to.iter_mut().zip(x).for_each(|(to, x)| *to += factor * x);
+            add(&mut d_v[j * value_dim..][..value_dim], p[n], g);
+            add(&mut d_k[j * head_dim..][..head_dim], d_x, q);
+            add(&mut d_q[row * head_dim..][..head_dim], d_x, &k[j * head_dim..][..head_dim]);
+        }
+    }
+    let shaped = |x: Vec<f32>, like: &Array4<f64>| {
+        Array4::from_shape_vec(like.dim(), x.into_iter().map(f64::from).collect()).unwrap()
+    };
+    [shaped(d_q, &core.q), shaped(d_k, &core.k), shaped(d_v, &core.v)]
+}
+
+/// 1e-6 of the largest sum of absolute terms of d_q, d_k, d_v.
+fn gradient_floors(core: &Core, right: &Answer, d_context: &Array4<f64>) -> [f64; 3] {
+    let weights = right.weights.as_ref().unwrap();
+    let (_, heads, q_len, head_dim) = core.q.dim();
+    let scale = (head_dim as f64).sqrt().recip();
+    let size = |array: Array2<f64>| array.mapv(f64::abs);
+    let (k, v): (Array2<f64>, Array2<f64>) =
+        (size(core.k.slice(s![0, 0, .., ..]).to_owned()), size(core.v.slice(s![0, 0, .., ..]).to_owned()));
+    let (mut d_q, mut d_k, mut d_v) = (0.0f64, k.clone() * 0.0, v.clone() * 0.0);
+    for head in 0..heads {
+        let p: ArrayView2<'_, f64> = weights.slice(s![0, head, .., ..]);
+        let (q, g) = (core.q.slice(s![0, head, .., ..]).to_owned(), d_context.slice(s![0, head, .., ..]).to_owned());
+        let (q, g): (Array2<f64>, Array2<f64>) = (size(q), size(g));
+        let d_p: Array2<f64> = g.dot(&v.t());
+        let delta = (&p * &d_p).sum_axis(Axis(1)).insert_axis(Axis(1));
+        let d_s: Array2<f64> = (d_p + delta) * p * scale;
+        d_q = d_s.dot(&k).into_iter().fold(d_q, f64::max);
+        d_k += &d_s.t().dot(&q);
+        d_v += &p.t().dot(&g);
+        assert_eq!(d_s.nrows(), q_len);
+    }
+    [d_q, d_k.into_iter().fold(0.0, f64::max), d_v.into_iter().fold(0.0, f64::max)].map(|floor| 1e-6 * floor)
+}
+
+#[test]
+fn f32_gradients_are_within_twice_the_error_of_a_plain_computation() {
+    let worst_of = |got: &Array4<f64>, right: &Array4<f64>| {
+        let errors = got.iter().zip(right).map(|(x, y)| (x - y).abs());
+        errors.fold(0.0, |worst, error| if error > worst || error.is_nan() { error } else { worst })
+    };
+    let errors = |got: &[&Array4<f64>; 3], right: &Gradients<f64>| {
+        let right = [&right.d_q, &right.d_k, &right.d_v];
+        [0, 1, 2].map(|n| worst_of(got[n], right[n]))
+    };
+    let mut worst: BTreeMap<String, (f64, String)> = BTreeMap::new();
+    let mut beyond = Vec::new();
+    for (kind, lengths) in KINDS.into_iter().flat_map(|kind| LENGTHS.map(|lengths| (kind, lengths))) {
+        for head_dim in HEAD_DIMS {
+            let core = case(kind, lengths, head_dim);
+            let d_context = normal(&mut Seeded(head_dim as u64), (1, HEADS, lengths.0, core.v.dim().3));
+            let right = core.right_gradients(&d_context);
+            let textbook =
+                core.gradients(Way::new(Precision::F32, Path::Reference, Keep::Nothing), &d_context).unwrap();
+            let dense = dense_gradients(&core, &d_context);
+            let plain = [
+                errors(&[&dense[0], &dense[1], &dense[2]], &right),
+                errors(&[&textbook.d_q, &textbook.d_k, &textbook.d_v], &right),
+            ];
+            let floors = gradient_floors(&core, &core.oracle(), &d_context);
+            // Query tiles move no bit here.
+            for way in tiled_ways(Precision::F32).into_iter().filter(|way| way.query_tile.is_none()) {
+                let got = core.gradients(way, &d_context).unwrap();
+                let got = errors(&[&got.d_q, &got.d_k, &got.d_v], &right);
+                for (n, name) in ["d_q", "d_k", "d_v"].into_iter().enumerate() {
+                    let ratio = got[n] / (2.0 * plain[0][n].max(plain[1][n])).max(floors[n]);
+                    let text = format!(
+                        "{ratio:.3}: {name}, {way}, {kind:?}, lengths {lengths:?}, head_dim {head_dim}: error {:e}, plain \
+                         {:e} and {:e}, floor {:e}",
+                        got[n], plain[0][n], plain[1][n], floors[n]
+                    );
+                    // NaN is beyond every bound.
+                    if ratio.is_nan() || ratio > 1.0 {
+                        beyond.push(text.clone());
+                    }
+                    let level = way.level.map_or("best".to_owned(), |level| level.to_string());
+                    let worst = worst.entry(format!("{level} {name}")).or_insert((-1.0, String::new()));
+                    if ratio > worst.0 {
+                        *worst = (ratio, text);
+                    }
+                }
+            }
+        }
+    }
+    for (_, text) in worst.values() {
+        println!("{text}");
+    }
+    assert!(beyond.is_empty(), "beyond the bound:\n{}", beyond.join("\n"));
 }
