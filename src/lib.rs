@@ -32,7 +32,10 @@
 //! | a layer from a configuration | [`Config::builder`]; with the feature `serde` from a file |
 #![cfg_attr(feature = "safetensors", doc = "| a layer from a checkpoint | [`Builder::load`] with an [`io::Layout`] |")]
 #![cfg_attr(feature = "safetensors", doc = "| a layer into a file | [`io::Layout::save`] |")]
-#![cfg_attr(feature = "safetensors", doc = "| tensors from a file, and into one | [`io::Tensors`], [`io::TensorMap`] |")]
+#![cfg_attr(
+    feature = "safetensors",
+    doc = "| tensors from a file, and into one | [`io::Tensors`], [`io::TensorMap`] |"
+)]
 //!
 //! # The contract
 //!

@@ -57,7 +57,9 @@ fn every_family_comes_back_as_it_was() {
         let bytes = fs::read(&path).unwrap();
         let file = File::parse(&bytes).unwrap();
         if file.tensors.contains_key("input.src") {
-            for prefix in ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"] {
+            for prefix in
+                ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
+            {
                 check_plan(&name, &bytes, &torch(&file, prefix).unwrap());
                 layers += 1;
             }
@@ -200,8 +202,7 @@ fn b54_a_fused_matrix_is_cut_by_the_counts_of_heads() {
 
 #[test]
 fn b54_rows_in_pairs_are_reordered_for_halves() {
-    let builder =
-        |style| MultiHeadAttention::<f64>::builder(32, 8).num_kv_heads(2).bias().rope(Rope::new(style, 10.0));
+    let builder = |style| MultiHeadAttention::<f64>::builder(32, 8).num_kv_heads(2).bias().rope(Rope::new(style, 10.0));
     let halves = full(builder(RopeStyle::HalfSplit), 3);
     let bytes = saved(&halves, &Layout::llama_meta("m"));
     // Key row 4 g + 2 i of the file is column 4 g + i of the layer, and the row behind it is two columns further.

@@ -119,12 +119,13 @@ fn put<'l, 'n, T: Element>(
 ) -> Result<()> {
     let (array, written) = match parcels.entry(place.name) {
         Entry::Occupied(entry) => entry.into_mut(),
-        Entry::Vacant(entry) => {
-            entry.insert((zeros("tensor", place.axes, IxDyn(&place.shape))?, 0))
-        }
+        Entry::Vacant(entry) => entry.insert((zeros("tensor", place.axes, IxDyn(&place.shape))?, 0)),
     };
     if array.shape() != place.shape {
-        return Err(fault(place.name, format_args!("expected one shape, got {:?} and {:?}", array.shape(), place.shape)));
+        return Err(fault(
+            place.name,
+            format_args!("expected one shape, got {:?} and {:?}", array.shape(), place.shape),
+        ));
     }
     let to = array.as_slice_mut().unwrap_or_default();
     for range in place.ranges() {

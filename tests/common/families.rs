@@ -74,9 +74,7 @@ pub(crate) fn torch_attention(file: &File, prefix: &str) -> Result<Attention, Fa
 /// How that module is made.
 pub(crate) fn plan(file: &File, index: usize) -> Result<Plan, Fault> {
     match file.family.as_str() {
-        "bert" => {
-            Plan::new(file, "num_attention_heads", Layout::bert(&format!("encoder.layer.{index}.attention")))
-        }
+        "bert" => Plan::new(file, "num_attention_heads", Layout::bert(&format!("encoder.layer.{index}.attention"))),
         "minilm" => minilm(file),
         "gpt2" => Ok(Plan::new(file, "n_head", Layout::gpt2(&format!("transformer.h.{index}.attn")))?.causal()),
         "gpt_bigcode" => {

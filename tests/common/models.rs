@@ -170,7 +170,8 @@ impl File {
             (None, None) => None,
         };
         let kv_len = key_value.as_ref().map_or(query.dim().1, |(key, _)| key.dim().1);
-        let mask = self.mask(&prefix, &attention, [query.dim().0, attention.config.heads.num_heads(), query.dim().1, kv_len])?;
+        let mask =
+            self.mask(&prefix, &attention, [query.dim().0, attention.config.heads.num_heads(), query.dim().1, kv_len])?;
         if let Some(bias) = self.optional::<Ix4>(&format!("{prefix}position_bias"))? {
             check_position_bias(&bias, &attention)?;
         }

@@ -32,12 +32,8 @@ impl<T: Element> Builder<T> {
     #[doc(alias = "load_state_dict")]
     #[doc(alias = "from_pretrained")]
     pub fn load(self, tensors: &Tensors<'_>, layout: &Layout) -> Result<MultiHeadAttention<T>> {
-        let asked = Asked {
-            biases: &self.biases,
-            sinks: self.sinks,
-            norms: self.qk_norm,
-            relative_keys: self.clip.is_some(),
-        };
+        let asked =
+            Asked { biases: &self.biases, sinks: self.sinks, norms: self.qk_norm, relative_keys: self.clip.is_some() };
         let weights = layout.load(tensors, &self.config()?, asked)?;
         self.from_weights(weights)
     }
