@@ -7,9 +7,9 @@
 //! into 1 to 32 heads: the cost stays the same, and there are more patterns to see.
 
 use multihead::inspect::{HeadStatistics, Tokens, head_importance};
-use multihead::io::Tensors;
+use multihead::io::{Layout, Tensors};
 use multihead::ndarray::{Array2, Array3, Array4, Axis};
-use multihead::{Inputs, Mask, MultiHeadAttention, Options, Weights, attention};
+use multihead::{Inputs, Mask, MultiHeadAttention, Options, attention};
 use std::error::Error;
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/minilm_layer5.safetensors");
@@ -21,19 +21,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tokens: Vec<String> = serde_json::from_str(tensors.metadata("tokens").ok_or("the file names no tokens")?)?;
     println!("\"{}\"\n", tensors.metadata("sentence").unwrap_or_default());
 
-    // The file stores its matrices as [out, in]; turning the axes round costs nothing.
-    let matrix = |name: &str| tensors.get(name).map(Array2::<f32>::reversed_axes);
-    let [w_q, w_k] = [matrix("query.weight")?, matrix("key.weight")?];
-    let [w_v, w_o] = [matrix("value.weight")?, matrix("output.dense.weight")?];
-    let weights = Weights {
-        b_q: Some(tensors.get("query.bias")?),
-        b_k: Some(tensors.get("key.bias")?),
-        b_v: Some(tensors.get("value.bias")?),
-        b_o: Some(tensors.get("output.dense.bias")?),
-        ..Weights::new(w_q, w_k, w_v, w_o)
-    };
     let x: Array3<f32> = tensors.get("hidden_states")?;
-    let mha = MultiHeadAttention::builder(x.len_of(Axis(2)), NUM_HEADS).from_weights(weights)?;
+    // The layer alone, so its tensors have short names.
+    let layout = Layout::separate(["query", "key", "value", "output.dense"]).always_biased();
+    let mha = MultiHeadAttention::builder(x.len_of(Axis(2)), NUM_HEADS).load(&tensors, &layout)?;
 
     print_statistics(&mha, &x, &tokens)?;
     prune(&mha, &x)?;

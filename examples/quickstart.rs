@@ -6,9 +6,9 @@
 //! word looks at, draws all heads as one sheet of heat maps, and compares with what PyTorch computed.
 
 use multihead::inspect::HeatMaps;
-use multihead::io::Tensors;
-use multihead::ndarray::{Array2, Array3, Array4, ArrayRef3, ArrayView2, Axis};
-use multihead::{Inputs, MultiHeadAttention, Options, Weights};
+use multihead::io::{Layout, Tensors};
+use multihead::ndarray::{Array3, Array4, ArrayRef3, ArrayView2, Axis};
+use multihead::{Inputs, MultiHeadAttention, Options};
 use std::error::Error;
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/minilm_layer5.safetensors");
@@ -21,20 +21,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let sentence = tensors.metadata("sentence").ok_or("the file names no sentence")?;
     let tokens: Vec<String> = serde_json::from_str(tensors.metadata("tokens").ok_or("the file names no tokens")?)?;
 
-    // The file stores its matrices as [out, in]; turning the axes round costs nothing.
-    let matrix = |name: &str| tensors.get(name).map(Array2::<f32>::reversed_axes);
-    let [w_q, w_k] = [matrix("query.weight")?, matrix("key.weight")?];
-    let [w_v, w_o] = [matrix("value.weight")?, matrix("output.dense.weight")?];
-    let weights = Weights {
-        b_q: Some(tensors.get("query.bias")?),
-        b_k: Some(tensors.get("key.bias")?),
-        b_v: Some(tensors.get("value.bias")?),
-        b_o: Some(tensors.get("output.dense.bias")?),
-        ..Weights::new(w_q, w_k, w_v, w_o)
-    };
     let hidden_states: Array3<f32> = tensors.get("hidden_states")?;
     let d_model = hidden_states.len_of(Axis(2));
-    let mha = MultiHeadAttention::builder(d_model, NUM_HEADS).from_weights(weights)?;
+    // The layer alone, so its tensors have short names.
+    let layout = Layout::separate(["query", "key", "value", "output.dense"]).always_biased();
+    let mha = MultiHeadAttention::builder(d_model, NUM_HEADS).load(&tensors, &layout)?;
 
     // All heads at once, and the softmax probabilities beside the output.
     let attended = mha.attend(&Inputs::new(&hidden_states), &Options::new().weights())?;

@@ -6,33 +6,14 @@ use std::fmt::{Debug, Display};
 
 use crate::error::{Error, Result};
 
-/// How a number type stands in a file.
-pub(crate) trait Stored: Sized {
-    /// Its name in a safetensors header.
-    #[cfg(feature = "safetensors")]
-    const DTYPE: safetensors::Dtype;
-    /// The numbers of a little-endian byte string, wherever it lies in memory; a rest is ignored.
-    #[cfg(feature = "safetensors")]
-    fn read_le(bytes: &[u8]) -> Vec<Self>;
-}
+#[cfg(feature = "safetensors")]
+use crate::io::Stored;
 
-impl Stored for f32 {
-    #[cfg(feature = "safetensors")]
-    const DTYPE: safetensors::Dtype = safetensors::Dtype::F32;
-    #[cfg(feature = "safetensors")]
-    fn read_le(bytes: &[u8]) -> Vec<Self> {
-        bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
-    }
-}
-
-impl Stored for f64 {
-    #[cfg(feature = "safetensors")]
-    const DTYPE: safetensors::Dtype = safetensors::Dtype::F64;
-    #[cfg(feature = "safetensors")]
-    fn read_le(bytes: &[u8]) -> Vec<Self> {
-        bytes.as_chunks().0.iter().map(|&b| Self::from_le_bytes(b)).collect()
-    }
-}
+/// How a number type stands in a file: in none.
+#[cfg(not(feature = "safetensors"))]
+pub(crate) trait Stored {}
+#[cfg(not(feature = "safetensors"))]
+impl<T> Stored for T {}
 
 mod sealed {
     #[expect(private_bounds, reason = "the kernels and the files of a type are nobody else's business")]

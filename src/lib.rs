@@ -30,7 +30,12 @@
 //! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |
 //! | other heads in a layer | [`MultiHeadAttention::gate`], [`MultiHeadAttention::prune_heads`], [`MultiHeadAttention::pool_kv_heads`] |
 //! | a layer from a configuration | [`Config::builder`]; with the feature `serde` from a file |
-#![cfg_attr(feature = "safetensors", doc = "| tensors from a file | [`io::Tensors`] |")]
+#![cfg_attr(feature = "safetensors", doc = "| a layer from a checkpoint | [`Builder::load`] with an [`io::Layout`] |")]
+#![cfg_attr(feature = "safetensors", doc = "| a layer into a file | [`io::Layout::save`] |")]
+#![cfg_attr(
+    feature = "safetensors",
+    doc = "| tensors from a file, and into one | [`io::Tensors`], [`io::TensorMap`] |"
+)]
 //!
 //! # The contract
 //!
@@ -52,7 +57,7 @@
 //! # Features
 //!
 //! - `rayon` (default): parallel heads, batch entries and query tiles.
-//! - `safetensors`: the module `io`, which reads tensors from the bytes of a file.
+//! - `safetensors`: the module `io`, which reads layers and tensors from the bytes of a file and writes them.
 //! - `serde`: [`Config`] and what it holds are read and written.
 
 pub mod attention;

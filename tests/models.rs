@@ -132,13 +132,14 @@ mod runner {
         assert_eq!(fault(llama, &[], Some(argument)), "unknown argument cache");
         let input = ("input.need_weights", vec![1], &[0; 4][..]);
         assert_eq!(fault("torch_mha.safetensors", &[], Some(input)), "unknown input need_weights");
-        let config = r#"{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
+        let config = r#"{"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "longrope"}}"#;
         assert_eq!(fault(llama, &[("config", config)], None), r#"rope_type: unknown Some("longrope")"#);
         let window = config.replace("longrope", "default").replace("8,", r#"8, "sliding_window": 3,"#);
         let text = "attn.0.attention_mask is not causal & window(2, 0)";
         assert_eq!(fault(llama, &[("config", &window)], None), text);
-        assert_eq!(fault(llama, &[("family", "gpt2")], None), "no tensor transformer.h.0.attn.c_attn.weight");
+        let text = "layers.0.attention.q_proj.weight: expected in the file, got no such tensor";
+        assert_eq!(fault(llama, &[("family", "vit")], None), text);
         assert!(Tally::default().file("noise", &[7; 40]).is_err());
     }
 

@@ -14,6 +14,7 @@ use ndarray::{Array, Dimension, IxDyn};
 use safetensors::tensor::{Metadata, TensorInfo};
 use std::fmt::{Display, Write};
 
+use super::numbers::Numbers;
 use crate::element::Element;
 use crate::error::{Error, Result};
 
@@ -129,11 +130,12 @@ impl<'a> Tensors<'a> {
         self.header.metadata().as_ref()?.get(key).map(String::as_str)
     }
 
-    /// A copy of one tensor, in row-major order. The type must be the file's own: nothing is rounded silently.
+    /// A copy of one tensor, in row-major order. `T` may be wider than the file's type (`F32`, `F16` or `BF16` in `f32`,
+    /// these and `F64` in `f64`) and not narrower: nothing is rounded.
     ///
     /// # Errors
-    /// [`Error::File`] names the tensor if there is none of this name, if it holds another type of number, or if it
-    /// has another rank than `D`.
+    /// [`Error::File`] names the tensor if there is none of this name, if it holds numbers that `T` does not hold exactly,
+    /// or if it has another rank than `D`.
     ///
     /// ```
     /// # use multihead::io::Tensors;
@@ -148,24 +150,37 @@ impl<'a> Tensors<'a> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn get<T: Element, D: Dimension>(&self, name: &str) -> Result<Array<T, D>> {
-        let info = self.header.info(name).ok_or_else(|| fault(name, "expected in the file, got no such tensor"))?;
-        let TensorInfo { dtype, shape, data_offsets: (start, end) } = info;
-        if *dtype != T::DTYPE {
-            return Err(fault(name, format_args!("expected numbers of type {}, got {dtype}", T::DTYPE)));
-        }
+        let numbers = self.numbers::<T>(name)?;
+        let shape = self.shape(name).unwrap_or_default();
         let rank = |rank: usize| fault(name, format_args!("expected rank {rank}, got rank {} {shape:?}", shape.len()));
         if let Some(expected) = D::NDIM.filter(|&rank| rank != shape.len()) {
             return Err(rank(expected));
         }
-        let bytes = self.data.get(*start..*end).unwrap_or_default();
-        let array = Array::from_shape_vec(IxDyn(shape), T::read_le(bytes))
+        let mut data = Vec::new();
+        // A number for each number of the file, however wide.
+        data.try_reserve_exact(numbers.len()).map_err(|_| fault(name, "expected to fit into memory"))?;
+        numbers.append_all(&mut data);
+        let array = Array::from_shape_vec(IxDyn(shape), data)
             .map_err(|error| fault(name, format_args!("{error}, got {shape:?}")))?;
         array.into_dimensionality().map_err(|error| fault(name, error))
+    }
+
+    /// The numbers of one tensor.
+    pub(super) fn numbers<T: Element>(&self, name: &str) -> Result<Numbers<'a, T>> {
+        let TensorInfo { dtype, data_offsets: (start, end), .. } =
+            self.header.info(name).ok_or_else(|| Self::missing(name))?;
+        let bytes = self.data.get(*start..*end).unwrap_or_default();
+        Numbers::new(*dtype, bytes)
+            .ok_or_else(|| fault(name, format_args!("expected numbers of type {}, got {dtype}", T::READABLE)))
+    }
+
+    pub(super) fn missing(name: &str) -> Error {
+        fault(name, "expected in the file, got no such tensor")
     }
 }
 
 /// Names of tensors and messages of the parser may quote the file, which can be long: a message is cut.
-fn fault(tensor: &str, reason: impl Display) -> Error {
+pub(super) fn fault(tensor: &str, reason: impl Display) -> Error {
     let mut text = String::new();
     // Writing to a string cannot fail.
     let _ = write!(text, "{reason}");
@@ -226,15 +241,16 @@ mod tests {
 
     #[test]
     fn errors_name_the_tensor() {
+        let wide = file(&tensor("F64", "[1,1]", 8), &[0; 8]);
+        assert_eq!(
+            Tensors::from_bytes(&wide).unwrap().get::<f32, ndarray::Ix2>("w").unwrap_err().to_string(),
+            "w: expected numbers of type F32, F16 or BF16, got F64"
+        );
         let bytes = file(&tensor("F32", "[2,1]", 8), &[0; 8]);
         let tensors = Tensors::from_bytes(&bytes).unwrap();
         assert_eq!(
             tensors.get::<f32, Ix1>("v").unwrap_err().to_string(),
             "v: expected in the file, got no such tensor"
-        );
-        assert_eq!(
-            tensors.get::<f64, ndarray::Ix2>("w").unwrap_err().to_string(),
-            "w: expected numbers of type F64, got F32"
         );
         assert_eq!(tensors.get::<f32, Ix1>("w").unwrap_err().to_string(), "w: expected rank 1, got rank 2 [2, 1]");
         assert_eq!(tensors.shape("w"), Some(&[2, 1][..]));

@@ -1,5 +1,7 @@
 //! From sizes to a layer, every argument checked once.
 
+#[cfg(feature = "safetensors")]
+mod load;
 mod told;
 
 #[cfg(feature = "serde")]

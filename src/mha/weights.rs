@@ -10,6 +10,7 @@ use crate::error::{Error, Result, check_shape};
 /// The weights of a layer, stored `[in, out]` so that a projection reads `x.dot(&w_q)`.
 ///
 /// Files that store `[out, in]` give a transposed view: `array.reversed_axes()` costs nothing and any strides will do.
+/// The layouts of known checkpoints are in the module `io`, with the feature `safetensors`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Weights<T> {
     /// `[d_model, num_heads * head_dim]`

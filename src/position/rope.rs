@@ -175,6 +175,12 @@ impl Rope {
         self.scaling.map_or(1.0, |scaling| scaling.attention_factor())
     }
 
+    /// How many columns of a head turn, where the numbers have been checked.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn turned(&self, head_dim: usize) -> usize {
+        self.dims.unwrap_or(head_dim)
+    }
+
     /// The width that turns.
     fn width(&self, head_dim: usize) -> Result<usize> {
         let dims = self.dims.unwrap_or(head_dim);

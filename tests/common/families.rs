@@ -1,11 +1,12 @@
-//! How the families of models name and lay out the weights of an attention layer, and which rules they attend by.
+//! Where the families of models keep their attention layers, and which rules these attend by.
 //!
-//! One short function for each family takes the tensors of a layer and the model's configuration and returns an
-//! [`Attention`]. Weights come out `[in, out]`, whatever the file has.
+//! One short function for each family takes the model's configuration and returns a [`Plan`]; the library's own
+//! layouts do the rest.
 
-use multihead::ndarray::{Array1, Array2, ArrayRef1, Axis, Ix1, Ix2, s};
-use multihead::position::{Alibi, Buckets, Llama3, Yarn};
-use multihead::{Mask, Rope, RopeScaling, RopeStyle, Weights};
+use multihead::io::{Layout, Tensors};
+use multihead::ndarray::Array2;
+use multihead::position::{Buckets, Llama3, Yarn};
+use multihead::{Builder, Config, Mask, MultiHeadAttention, Rope, RopeScaling, RopeStyle, Weights};
 use serde_json::Value;
 
 use super::cases::Fault;
@@ -14,36 +15,26 @@ use super::models::File;
 /// An attention layer of a model.
 #[derive(Debug, Clone)]
 pub(crate) struct Attention {
-    pub(crate) num_heads: usize,
-    pub(crate) num_kv_heads: usize,
-    pub(crate) head_dim: usize,
-    pub(crate) scale: Option<f64>,
-    pub(crate) softcap: Option<f64>,
-    pub(crate) qk_norm_eps: Option<f64>,
-    pub(crate) rope: Option<Rope>,
-    pub(crate) alibi: Option<Alibi>,
-    pub(crate) relative_bias: Option<(Buckets, Array2<f64>)>,
+    pub(crate) config: Config,
     pub(crate) weights: Weights<f64>,
     /// Whom the layer lets see whom, before padding.
     pub(crate) mask: Mask,
 }
 
-impl Attention {
-    /// Full attention of heads that split `d_model`.
-    fn new(num_heads: usize, weights: Weights<f64>) -> Self {
-        Self {
-            num_heads,
-            num_kv_heads: num_heads,
-            head_dim: weights.w_q.ncols() / num_heads,
-            scale: None,
-            softcap: None,
-            qk_norm_eps: None,
-            rope: None,
-            alibi: None,
-            relative_bias: None,
-            weights,
-            mask: Mask::none(),
-        }
+/// How an attention layer of a model is made.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) builder: Builder<f64>,
+    pub(crate) layout: Layout,
+    mask: Mask,
+}
+
+impl Plan {
+    /// Full attention of heads that split the model's width.
+    fn new(file: &File, heads: &str, layout: Layout) -> Result<Self, Fault> {
+        let d_model = ["hidden_size", "n_embd", "d_model"].into_iter().find_map(|key| file.size(key).ok());
+        let builder = MultiHeadAttention::builder(d_model.ok_or("config: no width")?, file.size(heads)?);
+        Ok(Self { builder, layout, mask: Mask::none() })
     }
 
     fn causal(mut self) -> Self {
@@ -51,30 +42,51 @@ impl Attention {
         self
     }
 
-    fn kv_heads(mut self, num_kv_heads: usize) -> Self {
-        self.num_kv_heads = num_kv_heads;
+    fn build(mut self, build: impl FnOnce(Builder<f64>) -> Builder<f64>) -> Self {
+        self.builder = build(self.builder);
         self
     }
 
-    fn rope(mut self, rope: Rope) -> Self {
-        self.rope = Some(rope);
-        self
+    pub(crate) fn load(&self, tensors: &Tensors<'_>) -> Result<MultiHeadAttention<f64>, Fault> {
+        self.builder.clone().load(tensors, &self.layout).map_err(|e| e.to_string())
     }
 }
 
 /// The attention module of a family that stands at `index` in the order of the forward pass.
 pub(crate) fn attention(file: &File, index: usize) -> Result<Attention, Fault> {
+    let plan = plan(file, index)?;
+    let mha = plan.load(&file.named()?)?;
+    let (config, mut weights) = (mha.config().clone(), mha.into_weights());
+    if file.family == "bert" {
+        // The captured module ends before the output projection.
+        weights = Weights { w_o: Array2::eye(weights.w_v.ncols()), b_o: None, ..weights };
+    }
+    Ok(Attention { config, weights, mask: plan.mask })
+}
+
+/// PyTorch's module at a prefix.
+pub(crate) fn torch_attention(file: &File, prefix: &str) -> Result<Attention, Fault> {
+    let plan = torch(file, prefix)?;
+    let mha = plan.load(&file.named()?)?;
+    Ok(Attention { config: mha.config().clone(), weights: mha.into_weights(), mask: plan.mask })
+}
+
+/// How that module is made.
+pub(crate) fn plan(file: &File, index: usize) -> Result<Plan, Fault> {
     match file.family.as_str() {
-        "bert" => bert(file, index),
+        "bert" => Plan::new(file, "num_attention_heads", Layout::bert(&format!("encoder.layer.{index}.attention"))),
         "minilm" => minilm(file),
-        "gpt2" => gpt2(file, index),
-        "gpt_bigcode" => gpt_bigcode(file, index),
+        "gpt2" => Ok(Plan::new(file, "n_head", Layout::gpt2(&format!("transformer.h.{index}.attn")))?.causal()),
+        "gpt_bigcode" => {
+            let layout = Layout::gpt_bigcode(&format!("transformer.h.{index}.attn"));
+            Ok(Plan::new(file, "n_head", layout)?.causal().build(|builder| builder.num_kv_heads(1)))
+        }
         "gpt_neox" => gpt_neox(file, index),
         "falcon" => falcon(file, index),
         "llama" | "mistral" | "qwen3" | "gemma2" | "gpt_oss" => llama(file, index),
         "llama_meta" => llama_meta(file, index),
         "t5" => t5(file, index),
-        "vit" => vit(file, index),
+        "vit" => Plan::new(file, "num_attention_heads", Layout::vit(&format!("layers.{index}.attention"))),
         "detr" => detr(file, index),
         "torch" => torch(file, ""),
         other => Err(format!("unknown family {other}")),
@@ -96,229 +108,113 @@ pub(crate) fn place(index: usize, encoder_layers: usize) -> Place {
     }
 }
 
-/// Separate matrices `[out, in]`, named by what stands before `.weight` and `.bias`; biases if there are any.
-fn separate(file: &File, [q, k, v, o]: [String; 4]) -> Result<Weights<f64>, Fault> {
-    let w = |name: &str| linear(file, &format!("{name}.weight"));
-    let b = |name: &str| file.optional::<Ix1>(&format!("{name}.bias"));
-    let weights = Weights::new(w(&q)?, w(&k)?, w(&v)?, w(&o)?);
-    Ok(Weights { b_q: b(&q)?, b_k: b(&k)?, b_v: b(&v)?, b_o: b(&o)?, ..weights })
+/// One BERT layer under short names.
+fn minilm(file: &File) -> Result<Plan, Fault> {
+    let layout = Layout::separate(["query", "key", "value", "output.dense"]).always_biased();
+    Ok(Plan { builder: MultiHeadAttention::builder(384, file.size("num_heads")?), layout, mask: Mask::none() })
 }
 
-/// Queries, keys and values: matrices `[in, out]`, and biases if there are any.
-struct Fused([Array2<f64>; 3], Option<[Array1<f64>; 3]>);
-
-impl Fused {
-    /// With the output projection.
-    fn into_weights(self, w_o: Array2<f64>, b_o: Option<Array1<f64>>) -> Weights<f64> {
-        let Self([w_q, w_k, w_v], biases) = self;
-        let weights = Weights::new(w_q, w_k, w_v, w_o);
-        match biases {
-            None => Weights { b_o, ..weights },
-            Some([b_q, b_k, b_v]) => Weights { b_q: Some(b_q), b_k: Some(b_k), b_v: Some(b_v), b_o, ..weights },
-        }
-    }
-
-    /// From rows `[out, in]` of which the ranges belong to queries, keys and values.
-    fn from_rows(w: &Array2<f64>, b: Option<&Array1<f64>>, rows: [Vec<usize>; 3]) -> Result<Self, Fault> {
-        let total: usize = rows.iter().map(Vec::len).sum();
-        if w.nrows() != total || b.is_some_and(|b| b.len() != total) {
-            return Err(format!("a fused matrix of {:?} and not of {total} rows", w.dim()));
-        }
-        let biases = b.map(|b| rows.each_ref().map(|rows| b.select(Axis(0), rows)));
-        Ok(Self(rows.map(|rows| w.select(Axis(0), &rows).reversed_axes()), biases))
-    }
-}
-
-/// Rows of queries, keys and values that lie one block after the other.
-fn in_blocks([q, k, v]: [usize; 3]) -> [Vec<usize>; 3] {
-    [(0..q).collect(), (q..q + k).collect(), (q + k..q + k + v).collect()]
-}
-
-/// Rows that lie group by group: `queries` heads, a key head, a value head.
-fn in_groups(groups: usize, queries: usize, head_dim: usize) -> [Vec<usize>; 3] {
-    let size = (queries + 2) * head_dim;
-    let rows = |first: usize, heads: usize| {
-        (0..groups).flat_map(|g| g * size + first * head_dim..g * size + (first + heads) * head_dim).collect()
-    };
-    [rows(0, queries), rows(queries, 1), rows(queries + 1, 1)]
-}
-
-/// A matrix that is stored `[out, in]`.
-fn linear(file: &File, name: &str) -> Result<Array2<f64>, Fault> {
-    Ok(file.need::<Ix2>(name)?.reversed_axes())
-}
-
-/// `query`, `key` and `value`; the module ends before the output projection.
-fn bert(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("encoder.layer.{index}.attention.self.{part}");
-    let matrix = |part: &str| linear(file, &format!("{}.weight", name(part)));
-    let bias = |part: &str| file.need::<Ix1>(&format!("{}.bias", name(part))).map(Some);
-    let w_q = matrix("query")?;
-    let w_o = Array2::eye(w_q.ncols());
-    let weights = Weights::new(w_q, matrix("key")?, matrix("value")?, w_o);
-    let weights = Weights { b_q: bias("query")?, b_k: bias("key")?, b_v: bias("value")?, ..weights };
-    Ok(Attention::new(file.size("num_attention_heads")?, weights))
-}
-
-/// One BERT layer, with its output projection.
-fn minilm(file: &File) -> Result<Attention, Fault> {
-    let weights = separate(file, ["query", "key", "value", "output.dense"].map(str::to_owned))?;
-    Ok(Attention::new(file.size("num_heads")?, weights))
-}
-
-/// `c_attn` holds queries, keys and values side by side, stored `[in, out]`.
-fn gpt2(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("transformer.h.{index}.attn.{part}");
-    let (w, b) = (file.need::<Ix2>(&name("c_attn.weight"))?, file.need::<Ix1>(&name("c_attn.bias"))?);
-    let d_model = w.nrows();
-    let fused = Fused::from_rows(&w.reversed_axes(), Some(&b), in_blocks([d_model; 3]))?;
-    let weights = fused.into_weights(file.need(&name("c_proj.weight"))?, Some(file.need(&name("c_proj.bias"))?));
-    Ok(Attention::new(file.size("n_head")?, weights).causal())
-}
-
-/// `c_attn` holds all queries, then the one key head, then the one value head.
-fn gpt_bigcode(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("transformer.h.{index}.attn.{part}");
-    let num_heads = file.size("n_head")?;
-    let (w, b) = (file.need::<Ix2>(&name("c_attn.weight"))?, file.need::<Ix1>(&name("c_attn.bias"))?);
-    let (d_model, head_dim) = (w.ncols(), w.ncols() / num_heads);
-    let fused = Fused::from_rows(&w, Some(&b), in_blocks([d_model, head_dim, head_dim]))?;
-    let weights = fused.into_weights(linear(file, &name("c_proj.weight"))?, Some(file.need(&name("c_proj.bias"))?));
-    Ok(Attention::new(num_heads, weights).kv_heads(1).causal())
-}
-
-/// `query_key_value` holds the query, key and value of each head together; part of each head turns.
-fn gpt_neox(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("gpt_neox.layers.{index}.attention.{part}");
-    let num_heads = file.size("num_attention_heads")?;
-    let w: Array2<f64> = file.need(&name("query_key_value.weight"))?;
-    let b: Option<Array1<f64>> = file.optional(&name("query_key_value.bias"))?;
-    let head_dim = w.ncols() / num_heads;
-    let fused = Fused::from_rows(&w, b.as_ref(), in_groups(num_heads, 1, head_dim))?;
-    let weights = fused.into_weights(linear(file, &name("dense.weight"))?, file.optional(&name("dense.bias"))?);
+/// Part of each head turns.
+fn gpt_neox(file: &File, index: usize) -> Result<Plan, Fault> {
+    let layout = Layout::gpt_neox(&format!("gpt_neox.layers.{index}.attention"));
+    let head_dim = file.size("hidden_size")? / file.size("num_attention_heads")?;
     let rope = rope(&file.config, RopeStyle::HalfSplit, head_dim)?;
-    Ok(Attention::new(num_heads, weights).causal().rope(rope))
+    Ok(Plan::new(file, "num_attention_heads", layout)?.causal().build(|builder| builder.rope(rope)))
 }
 
-/// `query_key_value`, group by group in the new architecture; before that all queries, one key head, one value head.
-fn falcon(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("transformer.h.{index}.self_attention.{part}");
+/// The number of groups counts in the new architecture only.
+fn falcon(file: &File, index: usize) -> Result<Plan, Fault> {
+    let layout = Layout::falcon(&format!("transformer.h.{index}.self_attention"));
     let num_heads = file.size("num_attention_heads")?;
-    let w: Array2<f64> = file.need(&name("query_key_value.weight"))?;
-    let b: Option<Array1<f64>> = file.optional(&name("query_key_value.bias"))?;
-    let (d_model, head_dim) = (w.ncols(), w.ncols() / num_heads);
     let flag = |key: &str| file.config.get(key) == Some(&Value::Bool(true));
-    let (kv_heads, rows) = match (flag("new_decoder_architecture"), flag("multi_query")) {
-        (true, _) => {
-            let groups = file.size("num_kv_heads")?;
-            (groups, in_groups(groups, num_heads / groups, head_dim))
-        }
-        (false, true) => (1, in_blocks([d_model, head_dim, head_dim])),
-        (false, false) => (num_heads, in_groups(num_heads, 1, head_dim)),
+    let kv_heads = match (flag("new_decoder_architecture"), flag("multi_query")) {
+        (true, _) => file.size("num_kv_heads")?,
+        (false, true) => 1,
+        (false, false) => num_heads,
     };
-    let fused = Fused::from_rows(&w, b.as_ref(), rows)?;
-    let weights = fused.into_weights(linear(file, &name("dense.weight"))?, file.optional(&name("dense.bias"))?);
-    let attention = Attention::new(num_heads, weights).kv_heads(kv_heads).causal();
-    match flag("alibi") {
-        true => Ok(Attention { alibi: Some(Alibi::new(num_heads)), ..attention }),
-        false => Ok(attention.rope(rope(&file.config, RopeStyle::HalfSplit, head_dim)?)),
+    let plan = Plan::new(file, "num_attention_heads", layout)?.causal().build(|builder| builder.num_kv_heads(kv_heads));
+    if flag("alibi") {
+        return Ok(plan.build(Builder::alibi));
     }
+    let rope = rope(&file.config, RopeStyle::HalfSplit, file.size("hidden_size")? / num_heads)?;
+    Ok(plan.build(|builder| builder.rope(rope)))
 }
 
-/// LLaMA and those that followed it: what a model adds is there if the file has it.
-fn llama(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("model.layers.{index}.self_attn.{part}");
-    let weights = separate(file, ["q_proj", "k_proj", "v_proj", "o_proj"].map(name))?;
-    let (q_norm, k_norm) = (file.optional(&name("q_norm.weight"))?, file.optional(&name("k_norm.weight"))?);
-    let weights = Weights { sinks: file.optional(&name("sinks"))?, q_norm, k_norm, ..weights };
+/// LLaMA and those that followed it.
+fn llama(file: &File, index: usize) -> Result<Plan, Fault> {
+    let layout = Layout::llama(&format!("model.layers.{index}.self_attn"));
     let head_dim = file.size("head_dim")?;
     let number = |key: &str| file.config.get(key).and_then(Value::as_f64);
-    let window = window(&file.config, index)?;
-    Ok(Attention {
-        head_dim,
-        scale: number("query_pre_attn_scalar").map(|scalar| scalar.sqrt().recip()),
-        softcap: number("attn_logit_softcapping"),
-        qk_norm_eps: number("rms_norm_eps"),
-        mask: window.map_or(Mask::causal(), |n| Mask::causal() & Mask::last_n(n)),
-        ..Attention::new(file.size("num_attention_heads")?, weights)
-            .kv_heads(file.size("num_key_value_heads")?)
-            .rope(rope(&file.config, RopeStyle::HalfSplit, head_dim)?)
-    })
+    let mut plan = Plan::new(file, "num_attention_heads", layout)?.causal();
+    if let Some(n) = window(&file.config, index)? {
+        plan.mask = plan.mask & Mask::last_n(n);
+    }
+    let builder = plan.builder.head_dim(head_dim).num_kv_heads(file.size("num_key_value_heads")?);
+    let mut builder = builder.rope(rope(&file.config, RopeStyle::HalfSplit, head_dim)?);
+    if let Some(scalar) = number("query_pre_attn_scalar") {
+        builder = builder.scale(scalar.sqrt().recip());
+    }
+    if let Some(softcap) = number("attn_logit_softcapping") {
+        builder = builder.softcap(softcap);
+    }
+    builder = match file.family.as_str() {
+        "qwen3" => builder.qk_norm(number("rms_norm_eps").ok_or("no rms_norm_eps")?),
+        "gpt_oss" => builder.sinks().bias(),
+        _ => builder,
+    };
+    Ok(Plan { builder, ..plan })
 }
 
 /// LLaMA under Meta's names, whose rows stand in pairs.
-fn llama_meta(file: &File, index: usize) -> Result<Attention, Fault> {
-    let weights = separate(file, ["wq", "wk", "wv", "wo"].map(|part| format!("layers.{index}.attention.{part}")))?;
+fn llama_meta(file: &File, index: usize) -> Result<Plan, Fault> {
+    let plan = Plan::new(file, "num_attention_heads", Layout::llama_meta(&format!("layers.{index}.attention")))?;
     let head_dim = file.size("head_dim")?;
-    Ok(Attention::new(file.size("num_attention_heads")?, weights)
-        .kv_heads(file.size("num_key_value_heads")?)
-        .causal()
-        .rope(rope(&file.config, RopeStyle::Interleaved, head_dim)?))
+    let rope = rope(&file.config, RopeStyle::Interleaved, head_dim)?;
+    let kv_heads = file.size("num_key_value_heads")?;
+    Ok(plan.causal().build(|builder| builder.head_dim(head_dim).num_kv_heads(kv_heads).rope(rope)))
 }
 
 /// No scale; the first layer of each stack holds the biases by distance of all of them, and cross-attention has none.
-fn t5(file: &File, index: usize) -> Result<Attention, Fault> {
-    let (stack, layer, causal) = match place(index, file.size("num_layers")?) {
-        Place::Encoder(i) => (Some("encoder"), format!("encoder.block.{i}.layer.0.SelfAttention"), false),
-        Place::DecoderSelf(i) => (Some("decoder"), format!("decoder.block.{i}.layer.0.SelfAttention"), true),
-        Place::DecoderCross(i) => (None, format!("decoder.block.{i}.layer.1.EncDecAttention"), false),
+fn t5(file: &File, index: usize) -> Result<Plan, Fault> {
+    let own = |stack: &str, i: usize| format!("{stack}.block.{i}.layer.0.SelfAttention");
+    let (stack, layer) = match place(index, file.size("num_layers")?) {
+        Place::Encoder(i) => (Some("encoder"), own("encoder", i)),
+        Place::DecoderSelf(i) => (Some("decoder"), own("decoder", i)),
+        Place::DecoderCross(i) => (None, format!("decoder.block.{i}.layer.1.EncDecAttention")),
     };
-    let weights = separate(file, ["q", "k", "v", "o"].map(|part| format!("{layer}.{part}")))?;
+    let plan = Plan::new(file, "num_heads", Layout::t5(&layer))?.build(|builder| builder.scale(1.0));
+    let Some(stack) = stack else { return Ok(plan) };
     let count = file.size("relative_attention_num_buckets")?;
     let max_distance = file.size("relative_attention_max_distance")?;
-    let buckets = match causal {
-        true => Buckets::T5Causal { count, max_distance },
-        false => Buckets::T5 { count, max_distance },
+    let (buckets, mask) = match stack {
+        "decoder" => (Buckets::T5Causal { count, max_distance }, Mask::causal()),
+        _ => (Buckets::T5 { count, max_distance }, Mask::none()),
     };
-    let relative_bias = match stack {
-        Some(stack) => {
-            let name = format!("{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight");
-            Some((buckets, file.need(&name)?))
-        }
-        None => None,
-    };
-    Ok(Attention {
-        scale: Some(1.0),
-        relative_bias,
-        mask: if causal { Mask::causal() } else { Mask::none() },
-        ..Attention::new(file.size("num_heads")?, weights)
-    })
+    let layout = plan.layout.relative_bias(&format!("{}.relative_attention_bias.weight", own(stack, 0)));
+    Ok(Plan { builder: plan.builder.relative_bias(buckets), layout, mask })
 }
 
-fn vit(file: &File, index: usize) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("layers.{index}.attention.{part}");
-    let weights = separate(file, ["q_proj", "k_proj", "v_proj", "o_proj"].map(name))?;
-    Ok(Attention::new(file.size("num_attention_heads")?, weights))
-}
-
-fn detr(file: &File, index: usize) -> Result<Attention, Fault> {
+fn detr(file: &File, index: usize) -> Result<Plan, Fault> {
     let (layer, heads) = match place(index, file.size("encoder_layers")?) {
         Place::Encoder(i) => (format!("encoder.layers.{i}.self_attn"), "encoder_attention_heads"),
         Place::DecoderSelf(i) => (format!("decoder.layers.{i}.self_attn"), "decoder_attention_heads"),
         Place::DecoderCross(i) => (format!("decoder.layers.{i}.encoder_attn"), "decoder_attention_heads"),
     };
-    let weights = separate(file, ["q_proj", "k_proj", "v_proj", "o_proj"].map(|part| format!("{layer}.{part}")))?;
-    Ok(Attention::new(file.size(heads)?, weights))
+    Plan::new(file, heads, Layout::detr(&layer))
 }
 
-/// `nn.MultiheadAttention`: one matrix of rows for queries, keys and values, or three where widths differ; one bias.
-/// `prefix` is empty or ends with a dot. The number of heads is not in such a file.
-pub(crate) fn torch(file: &File, prefix: &str) -> Result<Attention, Fault> {
-    let name = |part: &str| format!("{prefix}{part}");
-    let b: Option<Array1<f64>> = file.optional(&name("in_proj_bias"))?;
-    let w_o = linear(file, &name("out_proj.weight"))?;
-    let d_model = w_o.nrows();
-    let fused = match file.optional::<Ix2>(&name("in_proj_weight"))? {
-        Some(w) => Fused::from_rows(&w, b.as_ref(), in_blocks([d_model; 3]))?,
-        None => {
-            let third = |b: &ArrayRef1<f64>, i: usize| b.slice(s![i * d_model..(i + 1) * d_model]).to_owned();
-            let w = |part: &str| linear(file, &name(part));
-            let biases = b.map(|b| [0, 1, 2].map(|i| third(&b, i)));
-            Fused([w("q_proj_weight")?, w("k_proj_weight")?, w("v_proj_weight")?], biases)
-        }
+/// `nn.MultiheadAttention`. The sizes are not in such a file, but those of its tensors.
+pub(crate) fn torch(file: &File, prefix: &str) -> Result<Plan, Fault> {
+    let named = file.named()?;
+    let below = |name: &str| if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
+    let axis = |name: &str, axis: usize| named.shape(&below(name)).and_then(|shape| shape.get(axis)).copied();
+    let d_model = axis("out_proj.weight", 0).ok_or("no out_proj.weight")?;
+    let builder = MultiHeadAttention::builder(d_model, file.heads_of_weights().unwrap_or(6));
+    let (builder, layout) = match (axis("k_proj_weight", 1), axis("v_proj_weight", 1)) {
+        (Some(k_dim), Some(v_dim)) => (builder.k_dim(k_dim).v_dim(v_dim), Layout::torch_separate(prefix)),
+        _ => (builder, Layout::torch(prefix)),
     };
-    let weights = fused.into_weights(w_o, file.optional(&name("out_proj.bias"))?);
-    Ok(Attention::new(file.heads_of_weights().unwrap_or(6), weights))
+    Ok(Plan { builder, layout, mask: Mask::none() })
 }
 
 /// How many keys a layer's window holds, the token's own among them.

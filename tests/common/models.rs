@@ -4,6 +4,7 @@
 //! right output. Files of PyTorch's own layer have `input.NAME` and `want.NAME` instead. Whatever is unknown is a fault.
 
 use multihead::Mask;
+use multihead::io::Tensors;
 use multihead::ndarray::{Array, Array2, Array3, Array4, ArrayD, Axis, Dimension, Ix2, Ix3, Ix4};
 use safetensors::tensor::SafeTensors;
 use serde_json::Value;
@@ -11,7 +12,7 @@ use std::collections::BTreeMap;
 
 use super::cases::{Fault, decode, known};
 use super::distances::Distances;
-use super::families::{Attention, attention, torch};
+use super::families::{Attention, attention, torch_attention};
 use super::layer::Layer;
 use super::{Call, Way, transformer};
 
@@ -21,6 +22,7 @@ pub(crate) struct File {
     pub(crate) family: String,
     pub(crate) config: Value,
     pub(crate) tensors: BTreeMap<String, ArrayD<f64>>,
+    bytes: Vec<u8>,
 }
 
 /// What a file has right answers for.
@@ -104,7 +106,12 @@ impl File {
             _ => return Err("no metadata family".to_owned()),
         };
         let config = serde_json::from_str(&config).map_err(|e| format!("config: {e}"))?;
-        Ok(Self { family, config, tensors })
+        Ok(Self { family, config, tensors, bytes: bytes.to_vec() })
+    }
+
+    /// The file as the library reads it.
+    pub(crate) fn named(&self) -> Result<Tensors<'_>, Fault> {
+        Tensors::from_bytes(&self.bytes).map_err(|e| e.to_string())
     }
 
     pub(crate) fn optional<D: Dimension>(&self, name: &str) -> Result<Option<Array<f64, D>>, Fault> {
@@ -163,7 +170,8 @@ impl File {
             (None, None) => None,
         };
         let kv_len = key_value.as_ref().map_or(query.dim().1, |(key, _)| key.dim().1);
-        let mask = self.mask(&prefix, &attention, [query.dim().0, attention.num_heads, query.dim().1, kv_len])?;
+        let mask =
+            self.mask(&prefix, &attention, [query.dim().0, attention.config.heads.num_heads(), query.dim().1, kv_len])?;
         if let Some(bias) = self.optional::<Ix4>(&format!("{prefix}position_bias"))? {
             check_position_bias(&bias, &attention)?;
         }
@@ -236,35 +244,38 @@ impl File {
         query: Array3<f64>,
         memory: Option<Array3<f64>>,
     ) -> Result<Layer, Fault> {
-        Ok(layer(torch(self, prefix)?, query, memory.map(|memory| (memory.clone(), memory)), Mask::none()))
+        Ok(layer(torch_attention(self, prefix)?, query, memory.map(|memory| (memory.clone(), memory)), Mask::none()))
     }
 }
 
 /// T5 hands the biases of its first layer on to the others: they must be those of the table. Cross-attention has zeros.
 fn check_position_bias(bias: &Array4<f64>, attention: &Attention) -> Result<(), Fault> {
     let (_, heads, q_len, kv_len) = bias.dim();
-    let want = match &attention.relative_bias {
-        None => Array4::zeros((1, heads, q_len, kv_len)),
-        Some((buckets, table)) => Array4::from_shape_fn((1, heads, q_len, kv_len), |(_, h, i, j)| {
+    let want = match (attention.config.relative_bias, &attention.weights.relative_bias) {
+        (None, None) => Array4::zeros((1, heads, q_len, kv_len)),
+        (Some(buckets), Some(table)) => Array4::from_shape_fn((1, heads, q_len, kv_len), |(_, h, i, j)| {
             table[[buckets.bucket(j as i64 - i as i64), h]]
         }),
+        _ => return Err("buckets without a table".to_owned()),
     };
     if *bias == want { Ok(()) } else { Err("position_bias is not what the table says".to_owned()) }
 }
 
 fn layer(attention: Attention, query: Array3<f64>, key_value: Option<(Array3<f64>, Array3<f64>)>, mask: Mask) -> Layer {
+    let Attention { config, weights, .. } = attention;
+    let bias = config.relative_bias.zip(weights.relative_bias.clone());
     Layer {
-        num_kv_heads: attention.num_kv_heads,
-        head_dim: attention.head_dim,
-        value_dim: attention.weights.w_v.ncols() / attention.num_kv_heads,
-        scale: attention.scale,
-        softcap: attention.softcap,
-        qk_norm_eps: attention.qk_norm_eps,
-        rope: attention.rope,
-        distances: Distances { alibi: attention.alibi, bias: attention.relative_bias, keys: None },
+        num_kv_heads: config.heads.num_kv_heads(),
+        head_dim: config.head_dim,
+        value_dim: config.value_dim,
+        scale: config.scale,
+        softcap: config.softcap,
+        qk_norm_eps: Some(config.qk_norm_eps),
+        rope: config.rope,
+        distances: Distances { alibi: config.alibi, bias, keys: None },
         key_value,
         mask,
-        ..Layer::new(attention.num_heads, attention.weights, query)
+        ..Layer::new(config.heads.num_heads(), weights, query)
     }
 }
 

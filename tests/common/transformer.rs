@@ -48,9 +48,9 @@ impl Walk<'_> {
         memory: Option<&Array3<f64>>,
         mask: Mask,
     ) -> Result<Array3<f64>, Fault> {
-        let prefix = format!("{layer}.{module}.");
+        let prefix = format!("{layer}.{module}");
         let call = Layer { mask, ..self.file.torch_module(&prefix, x.clone(), memory.cloned())? };
-        let output = call.answer(self.way).map_err(|e| format!("{prefix} {e}"))?.out;
+        let output = call.answer(self.way).map_err(|e| format!("{prefix}: {e}"))?.out;
         let output: Array3<f64> = output.into_dimensionality().map_err(|e| e.to_string())?;
         self.norm(x + output, &format!("{layer}.{norm}"))
     }
