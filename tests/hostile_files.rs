@@ -1,7 +1,7 @@
 //! Files that were damaged or made to do harm: an error or a layer comes out, nothing panics, and memory is taken in
 //! proportion to the bytes of the file, whatever its header says.
 
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 #![cfg(feature = "safetensors")]
 // A counting allocator cannot be written without it.
 #![allow(unsafe_code)]

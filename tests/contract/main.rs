@@ -20,6 +20,7 @@ mod errors;
 mod gradients;
 mod head_statistics;
 mod head_surgery;
+mod loading;
 mod properties;
 mod qk_norm;
 mod rope;

@@ -1,9 +1,8 @@
 //! Layers from files and back: every family's layout, exactly; what is missing or does not fit is named.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 #![cfg(feature = "safetensors")]
 
-mod common;
+use crate::common;
 
 use common::Seeded;
 use common::families::{Plan, plan, torch};
