@@ -3,6 +3,7 @@
 //! `cargo test --test models -- --nocapture` shows what was compared.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![cfg(feature = "safetensors")]
 
 mod common;
 

@@ -6,14 +6,17 @@
 pub(crate) mod cases;
 pub(crate) mod core;
 pub(crate) mod distances;
+#[cfg(feature = "safetensors")]
 pub(crate) mod families;
 pub(crate) mod gradients;
 pub(crate) mod layer;
 pub(crate) mod layout;
 pub(crate) mod masks;
+#[cfg(feature = "safetensors")]
 pub(crate) mod models;
 pub(crate) mod recipe;
 pub(crate) mod train;
+#[cfg(feature = "safetensors")]
 pub(crate) mod transformer;
 
 use multihead::ndarray::{Array, Array3, Array4, ArrayD, ArrayRef, Dimension, IntoDimension};
