@@ -10,7 +10,8 @@
 //! Operations are `peak`, `attention` and `layer`. Inputs come from a fixed generator ([`draw`]), outputs and workspace
 //! are reused between rounds, and the peak is probed in the same process before and after every round. FLOPs count
 //! visible pairs only: `2 * heads * pairs * (head_dim + value_dim)`, plus `2 * in * out` per token and projection. With
-//! `"pass":"forward_backward"` attention counts 3.5 times and the sums are those of the gradients of q, k and v.
+//! `"pass":"forward_backward"` attention counts 3.5 times and projections 3 times, and the sums are those of the gradients
+//! of q, k and v, or of x, w_q, w_k, w_v and w_o.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -19,8 +20,8 @@ use std::time::Instant;
 
 use multihead::ndarray::{Array, Array2, Array4, Dimension, IntoDimension, Ix2, Ix3, Ix4};
 use multihead::{
-    Attended, Element, Gradients, Inputs, Level, Mask, MultiHeadAttention, Options, Path, Saved, Weights, Workspace,
-    attention, inspect::Peak,
+    Attended, Element, Gradients, Inputs, LayerGradients, Level, Mask, MultiHeadAttention, Options, Path, Saved,
+    Weights, Workspace, attention, inspect::Peak,
 };
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::Deserialize;
@@ -141,9 +142,18 @@ struct Layer<T> {
     x: Array<T, Ix3>,
     mask: Mask,
     settings: Settings,
-    flop: f64,
+    /// Of attention, and of the projections.
+    flop: [f64; 2],
     output: Array<T, Ix3>,
     workspace: Workspace<T>,
+}
+
+/// Forward and backward.
+struct LayerTraining<T> {
+    forward: Layer<T>,
+    d_output: Array<T, Ix3>,
+    dropout: Option<f64>,
+    gradients: LayerGradients<T>,
 }
 
 /// What a case asks of the implementation.
@@ -308,7 +318,7 @@ impl<T: Element> Layer<T> {
             x: array::<T, Ix3>((batch, len, d_model), 4, 1.0)?,
             mask,
             settings: Settings::new(case)?,
-            flop: projections + 4.0 * heads as f64 * pairs * head_dim as f64,
+            flop: [4.0 * heads as f64 * pairs * head_dim as f64, projections],
             output: Array::zeros((batch, len, d_model)),
             workspace: Workspace::new(),
         })
@@ -322,11 +332,45 @@ impl<T: Element> Run for Layer<T> {
     }
 
     fn flop(&self) -> f64 {
-        self.flop
+        self.flop.iter().sum()
     }
 
     fn sums(&self) -> (f64, f64) {
         sums(self.output.iter())
+    }
+}
+
+impl<T: Element> LayerTraining<T> {
+    fn new(case: &Case) -> Outcome<Self> {
+        if case.bias_gradient {
+            return Err("bias_gradient: expected op attention".into());
+        }
+        let forward = Layer::<T>::new(case)?;
+        let d_output = array::<T, Ix3>(forward.output.dim(), 5, 1.0)?;
+        let gradients = LayerGradients::zeros(&forward.layer, &Inputs::new(&forward.x), &Options::new())?;
+        Ok(Self { forward, d_output, dropout: case.dropout, gradients })
+    }
+}
+
+impl<T: Element> Run for LayerTraining<T> {
+    fn run(&mut self) -> Outcome<()> {
+        let Layer { layer, x, mask, settings, output, workspace, .. } = &mut self.forward;
+        let (inputs, mut options) = (Inputs::new(x), settings.options(mask));
+        if let Some(rate) = self.dropout {
+            options = options.dropout(rate, 1);
+        }
+        let tape = layer.forward_train_into(&inputs, &options, output, workspace)?;
+        Ok(layer.backward_into(tape, &self.d_output, &mut self.gradients, workspace)?)
+    }
+
+    fn flop(&self) -> f64 {
+        let [attention, projections] = self.forward.flop;
+        3.5 * attention + 3.0 * projections
+    }
+
+    fn sums(&self) -> (f64, f64) {
+        let LayerGradients { d_query, weights: Weights { w_q, w_k, w_v, w_o, .. }, .. } = &self.gradients;
+        sums(d_query.iter().chain(w_q).chain(w_k).chain(w_v).chain(w_o))
     }
 }
 
@@ -372,9 +416,10 @@ impl Instrument {
                 ("attention", "forward_backward", "f64") => Box::new(Training::<f64>::new(&case)?),
                 ("layer", "forward", "f32") => Box::new(Layer::<f32>::new(&case)?),
                 ("layer", "forward", "f64") => Box::new(Layer::<f64>::new(&case)?),
+                ("layer", "forward_backward", "f32") => Box::new(LayerTraining::<f32>::new(&case)?),
+                ("layer", "forward_backward", "f64") => Box::new(LayerTraining::<f64>::new(&case)?),
                 (op, pass, dtype) => {
-                    let expected =
-                        "op peak, attention or layer, pass forward or forward_backward (of attention), f32 or f64";
+                    let expected = "op peak, attention or layer, pass forward or forward_backward, f32 or f64";
                     return Err(format!("expected {expected}, got {op}, {pass}, {dtype}").into());
                 }
             };

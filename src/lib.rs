@@ -22,6 +22,8 @@
 //! | its output | [`MultiHeadAttention::forward`], [`MultiHeadAttention::forward_cross`] |
 //! | the weights of each head, a bias, other values than keys | [`MultiHeadAttention::attend`] with [`Inputs`] and [`Options`] |
 //! | attention of queries, keys and values, no layer | [`attention::forward`] |
+//! | its gradients | [`MultiHeadAttention::forward_train`], then [`MultiHeadAttention::backward`]; [`MultiHeadAttention::parameters_mut`] for an optimiser |
+//! | those of queries, keys and values | [`attention::backward`] |
 //! | who may attend to whom | [`Mask`]; [`BoundMask`] draws it |
 //! | which KV head a query head reads | [`HeadMap`] |
 //! | positions of tokens | [`Builder::rope`] (with [`Builder::qk_norm`]), [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |

@@ -267,7 +267,7 @@ impl Decoder {
     }
 
     /// All parameters with their gradients, by name.
-    fn parameters_mut<'a>(&'a mut self, gradients: &'a Gradients) -> Outcome<Vec<Parameter<'a>>> {
+    pub(crate) fn parameters_mut<'a>(&'a mut self, gradients: &'a Gradients) -> Outcome<Vec<Parameter<'a>>> {
         let Self { embedding, positions, layers, unembedding } = self;
         let mut all = vec![
             ("embedding".to_owned(), embedding.view_mut().into_dyn(), gradients.embedding.view().into_dyn()),
@@ -285,7 +285,7 @@ impl Decoder {
 }
 
 /// A parameter's name, its numbers and their gradient.
-type Parameter<'a> = (String, ArrayViewMutD<'a, f32>, ArrayViewD<'a, f32>);
+pub(crate) type Parameter<'a> = (String, ArrayViewMutD<'a, f32>, ArrayViewD<'a, f32>);
 
 /// Adam (Kingma and Ba 2015, <https://arxiv.org/abs/1412.6980>).
 #[derive(Debug, Default)]
