@@ -55,7 +55,7 @@ impl Wishes {
     }
 }
 
-const STEPS: usize = 500;
+const STEPS: usize = 1500;
 const BATCH: usize = 32;
 const TASK: Task = Task { vocabulary: 32, blocks: [8, 16] };
 
