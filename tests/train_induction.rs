@@ -9,7 +9,7 @@ mod model;
 mod task;
 
 use model::{Adam, Config, Decoder, Draws, Places};
-use multihead::ndarray::{Array2, ArrayD};
+use multihead::ndarray::Array2;
 use multihead::{Inputs, inspect::Tokens};
 use task::Task;
 
@@ -32,7 +32,8 @@ fn trained(steps: usize) -> (Decoder, Vec<f32>) {
     (model, losses)
 }
 
-fn parameters(model: &Decoder) -> Vec<ArrayD<f32>> {
+#[cfg(any(feature = "rayon", feature = "safetensors"))]
+fn parameters(model: &Decoder) -> Vec<multihead::ndarray::ArrayD<f32>> {
     model.parameters().into_iter().map(|(_, w)| w.to_owned()).collect()
 }
 
