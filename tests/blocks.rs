@@ -154,10 +154,10 @@ fn caches_change_nothing() {
             let stack = stack(form, has_cross);
             let causal = Mask::causal();
             let mut call = Call::new().mask(mask.unwrap_or(&causal)).memory_mask(&padding);
-            let mut steps = mask.map_or(Call::new(), |mask| Call::new().mask(mask)).memory_mask(&padding);
+            let steps = mask.map_or(Call::new(), |mask| Call::new().mask(mask)).memory_mask(&padding);
             let mut caches = stack.cache(2, 9).unwrap();
             if has_cross {
-                (call, steps) = (call.memory(&memory), steps);
+                call = call.memory(&memory);
                 stack.cache_memory(&Call::new().memory(&memory), &mut caches).unwrap();
             }
             let want = stack.forward(&x, &call).unwrap();

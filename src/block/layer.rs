@@ -90,6 +90,9 @@ pub(super) struct Room<T> {
     update: Vec<T>,
 }
 
+/// What a block does between a norm and a residual: reads tokens and fills an array of their shape.
+type Part<'r, T> = dyn FnMut(&Array3<T>, &mut Array3<T>) -> Result<()> + 'r;
+
 impl<T: Element> Block<T> {
     /// A block without cross-attention.
     ///
@@ -255,7 +258,7 @@ impl<T: Element> Block<T> {
             }
             Norms::Pre { attention, feed_forward: second } | Norms::Post { attention, feed_forward: second } => {
                 let is_pre = matches!(self.norms, Norms::Pre { .. });
-                let mut part = |norm: &Norm<T>, run: &mut dyn FnMut(&Array3<T>, &mut Array3<T>) -> Result<()>| {
+                let mut part = |norm: &Norm<T>, run: &mut Part<'_, T>| {
                     if is_pre {
                         input.assign(x);
                         norm.apply(&mut input);
