@@ -7,12 +7,13 @@
 use ndarray::ArrayRef4;
 
 use crate::attention::{self, Dims, GradientsMut, NewTokens, Options, Outputs, Saved, Workspace};
+use crate::block::{self, Activation, Part};
 use crate::cache::Slots;
 use crate::error::Result;
 use crate::inspect::{self, HeadStatistics, Tokens};
 use crate::kernels::{Level, Real};
 use crate::linear::{self, Projected, Terms, WeightGradient};
-use crate::norm::HeadNorm;
+use crate::norm::RowNorm;
 use crate::position::{self, Heads, Rope, RopeTable, Turn};
 
 /// The entry points of the heavy code.
@@ -89,11 +90,11 @@ pub(crate) trait Compiled: Real {
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
 
     /// Normalises heads, `[.., head_dim]` one after the other.
-    fn normalise(norm: &HeadNorm<'_, Self>, heads: &mut [Self]);
+    fn normalise(norm: &RowNorm<'_, Self>, heads: &mut [Self]);
 
     /// From the gradient of normalised heads to that of the heads before, and what the weight's gradient gets of it.
     fn differentiate_norm(
-        norm: &HeadNorm<'_, Self>,
+        norm: &RowNorm<'_, Self>,
         heads: &[Self],
         d_heads: &mut [Self],
         d_weight: &mut [Self],
@@ -107,6 +108,9 @@ pub(crate) trait Compiled: Real {
         terms: Terms,
         scratch: &mut Vec<Vec<Self>>,
     );
+
+    /// Replaces each number by the value or the slope of a function there.
+    fn activate(level: Level, activation: Activation, part: Part, numbers: &mut [Self]);
 
     /// Turns heads by their positions.
     fn rotate(
@@ -209,12 +213,12 @@ macro_rules! compiled {
                 linear::project(Self::kernels(level), projections, scratch);
             }
 
-            fn normalise(norm: &HeadNorm<'_, Self>, heads: &mut [Self]) {
+            fn normalise(norm: &RowNorm<'_, Self>, heads: &mut [Self]) {
                 norm.apply(heads);
             }
 
             fn differentiate_norm(
-                norm: &HeadNorm<'_, Self>,
+                norm: &RowNorm<'_, Self>,
                 heads: &[Self],
                 d_heads: &mut [Self],
                 d_weight: &mut [Self],
@@ -230,6 +234,10 @@ macro_rules! compiled {
                 scratch: &mut Vec<Vec<Self>>,
             ) {
                 linear::weight_gradients(Self::kernels(level), gradients, terms, scratch);
+            }
+
+            fn activate(level: Level, activation: Activation, part: Part, numbers: &mut [Self]) {
+                block::activate(Self::kernels(level), activation, part, numbers);
             }
 
             fn rotate(

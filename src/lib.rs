@@ -31,6 +31,7 @@
 //! | what a call costs | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
 //! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |
 //! | other heads in a layer | [`MultiHeadAttention::gate`], [`MultiHeadAttention::prune_heads`], [`MultiHeadAttention::pool_kv_heads`] |
+//! | norms, feed-forward, blocks and stacks of whole models | [`block`] |
 //! | a layer from a configuration | [`Config::builder`]; with the feature `serde` from a file |
 #![cfg_attr(feature = "safetensors", doc = "| a layer from a checkpoint | [`Builder::load`] with an [`io::Layout`] |")]
 #![cfg_attr(feature = "safetensors", doc = "| a layer into a file | [`io::Layout::save`] |")]
@@ -63,6 +64,7 @@
 //! - `serde`: [`Config`] and what it holds are read and written.
 
 pub mod attention;
+pub mod block;
 mod cache;
 mod compiled;
 mod element;

@@ -11,7 +11,7 @@
 //! waits for the first to end. The product inside a block is `kernels/gemm.rs`. Every element sums its terms in order,
 //! so neither the blocks nor the threads change a bit.
 
-use ndarray::{ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use ndarray::{Array1, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
 
 use crate::element::Element;
 use crate::kernels::{Blocks, Kernels, Linear, Start, block_scratch, reserve};
@@ -29,6 +29,18 @@ pub(crate) struct Projected<'a, T> {
     pub(crate) y: ArrayViewMut3<'a, T>,
     /// Whether `y` is added to.
     pub(crate) start: Start,
+}
+
+impl<'a, T> Projected<'a, T> {
+    /// `y = x w + bias`
+    pub(crate) fn new(
+        x: ArrayView3<'a, T>,
+        w: ArrayView2<'a, T>,
+        bias: Option<&'a Array1<T>>,
+        y: ArrayViewMut3<'a, T>,
+    ) -> Self {
+        Self { x, w, bias: bias.map(|bias| bias.view()), y, start: Start::Zero }
+    }
 }
 
 /// The gradient of a projection's weights, `d_w (+)= sum x^T d_y` over all tokens.

@@ -1,14 +1,17 @@
-//! RMSNorm of each query and key head, in place: `heads: [.., head_dim]`, one head after the other in memory.
+//! RMSNorm and LayerNorm of each query and key head or of each token, in place: `heads: [.., head_dim]`, one head after the
+//! other in memory (or tokens, `[.., d_model]`).
 //!
 //! ```text
-//! r    = 1 / sqrt(mean_c x[c]^2 + eps)
-//! y[c] = weight[c] r x[c]
-//! d_x[c]      = r weight[c] d_y[c] - r^3 / head_dim * x[c] * sum_c (weight[c] d_y[c] x[c])
-//! d_weight[c] = sum over heads of d_y[c] r x[c]
+//! m    = mean_c x[c] in LayerNorm, 0 in RMSNorm
+//! r    = 1 / sqrt(mean_c (x[c] - m)^2 + eps)
+//! y[c] = weight[c] r (x[c] - m) + bias[c]
+//! g[c] = weight[c] d_y[c] - mean_c (weight[c] d_y[c]) in LayerNorm, weight[c] d_y[c] in RMSNorm
+//! d_x[c]      = r g[c] - r^3 / head_dim * (x[c] - m) * sum_c (weight[c] d_y[c] (x[c] - m))
+//! d_weight[c] = sum over heads of d_y[c] r (x[c] - m)
 //! ```
 //!
-//! (Zhang and Sennrich 2019, <https://arxiv.org/abs/1910.07467>; on heads: Qwen3, Gemma 3.) Squares are summed in `f64`, so
-//! they do not overflow. Heads are dealt to the threads in chunks of fixed size, and what a chunk adds to the gradient of
+//! (Zhang and Sennrich 2019, <https://arxiv.org/abs/1910.07467>; on heads: Qwen3, Gemma 3. Ba, Kiros and Hinton 2016,
+//! <https://arxiv.org/abs/1607.06450>.) Numbers and squares are summed in `f64`, so they do not overflow. Heads are dealt to the threads in chunks of fixed size, and what a chunk adds to the gradient of
 //! the weight is added up in the order of the chunks.
 
 use ndarray::Array1;
@@ -26,17 +29,37 @@ const FLOP_PER_NUMBER: f64 = 16.0;
 
 /// The rule of all heads.
 #[derive(Debug)]
-pub(crate) struct HeadNorm<'a, T: Clone> {
+pub(crate) struct RowNorm<'a, T: Clone> {
     /// `[head_dim]`
     weight: Cow<'a, [T]>,
+    /// `[head_dim]`
+    bias: Option<Cow<'a, [T]>>,
     eps: f64,
+    /// Whether the mean is taken off.
+    centred: bool,
 }
 
-impl<'a, T: Element> HeadNorm<'a, T> {
+/// The mean and the reciprocal deviation of a head.
+#[derive(Clone, Copy)]
+struct Moments<T> {
+    mean: T,
+    r: f64,
+}
+
+impl<'a, T: Element> RowNorm<'a, T> {
+    /// RMSNorm.
     pub(crate) fn new(weight: &'a Array1<T>, eps: f64) -> Self {
-        // Copied only if it is a vector with gaps or backwards.
-        let weight = weight.as_slice().map_or_else(|| Cow::Owned(weight.to_vec()), Cow::Borrowed);
-        Self { weight, eps }
+        Self { weight: Self::slice(weight), bias: None, eps, centred: false }
+    }
+
+    /// LayerNorm: the mean is taken off, and the bias is added in the end.
+    pub(crate) fn centred(self, bias: Option<&'a Array1<T>>) -> Self {
+        Self { bias: bias.map(Self::slice), centred: true, ..self }
+    }
+
+    /// Copied only if it is a vector with gaps or backwards.
+    fn slice(vector: &'a Array1<T>) -> Cow<'a, [T]> {
+        vector.as_slice().map_or_else(|| Cow::Owned(vector.to_vec()), Cow::Borrowed)
     }
 
     /// Normalises each head.
@@ -45,8 +68,12 @@ impl<'a, T: Element> HeadNorm<'a, T> {
         let work = FLOP_PER_NUMBER * heads.len() as f64;
         parallel::for_each_chunk(heads, CHUNK * width, work, |_, chunk| {
             for head in chunk.chunks_exact_mut(width) {
-                let r = T::from_f64(self.reciprocal(head));
-                head.iter_mut().zip(&*self.weight).for_each(|(x, &weight)| *x = weight * (r * *x));
+                let Moments { mean, r } = self.moments(head);
+                let r = T::from_f64(r);
+                head.iter_mut().zip(&*self.weight).for_each(|(x, &weight)| *x = weight * (r * (*x - mean)));
+                if let Some(bias) = &self.bias {
+                    head.iter_mut().zip(&**bias).for_each(|(x, &bias)| *x += bias);
+                }
             }
         });
     }
@@ -74,8 +101,9 @@ impl<'a, T: Element> HeadNorm<'a, T> {
             let chunk = index * CHUNK * width..(count * width).min((index + 1) * CHUNK * width);
             let pairs = heads[chunk.clone()].chunks_exact(width).zip(gradient[chunk].chunks_exact(width));
             for (x, d_y) in pairs.filter(|(_, d_y)| is_seen(d_y)) {
-                let r = T::from_f64(self.reciprocal(x));
-                sums.iter_mut().zip(x).zip(d_y).for_each(|((sum, &x), &d_y)| *sum += d_y * (r * x));
+                let Moments { mean, r } = self.moments(x);
+                let r = T::from_f64(r);
+                sums.iter_mut().zip(x).zip(d_y).for_each(|((sum, &x), &d_y)| *sum += d_y * (r * (x - mean)));
             }
         });
         for sums in room.chunks_exact(width) {
@@ -90,31 +118,46 @@ impl<'a, T: Element> HeadNorm<'a, T> {
     }
 
     fn differentiate_head(&self, head: &[T], d_head: &mut [T]) {
-        let r = self.reciprocal(head);
-        let terms = head.iter().zip(&*d_head).zip(&*self.weight);
-        let sum: f64 = terms.map(|((&x, &d_y), &weight)| (weight * d_y).into_f64() * x.into_f64()).sum();
-        let (shrink, r) = (T::from_f64(r * r * r * sum / head.len() as f64), T::from_f64(r));
+        let Moments { mean, r } = self.moments(head);
+        let width = head.len() as f64;
+        let terms = || head.iter().zip(&*d_head).zip(&*self.weight);
+        let sum: f64 = terms().map(|((&x, &d_y), &weight)| (weight * d_y).into_f64() * (x - mean).into_f64()).sum();
+        let shift =
+            if self.centred { terms().map(|((_, &d_y), &weight)| (weight * d_y).into_f64()).sum() } else { 0.0 };
+        let (shrink, shift, r) = (r * r * r * sum / width, T::from_f64(shift / width), T::from_f64(r));
+        let shrink = T::from_f64(shrink);
         for ((d, &x), &weight) in d_head.iter_mut().zip(head).zip(&*self.weight) {
-            *d = r * (weight * *d) - shrink * x;
+            *d = r * (weight * *d - shift) - shrink * (x - mean);
         }
     }
 
-    /// `1 / sqrt(mean of squares + eps)`
-    fn reciprocal(&self, head: &[T]) -> f64 {
-        // Eight sums, so that additions need not wait for each other.
-        let (chunks, rest) = head.as_chunks::<8>();
-        let mut sums = [0.0; 8];
-        for chunk in chunks {
-            sums.iter_mut().zip(chunk).for_each(|(sum, x)| *sum += x.into_f64() * x.into_f64());
-        }
-        sums.iter_mut().zip(rest).for_each(|(sum, x)| *sum += x.into_f64() * x.into_f64());
-        (sums.iter().sum::<f64>() / head.len() as f64 + self.eps).sqrt().recip()
+    /// `m` and `1 / sqrt(mean of squares + eps)`
+    fn moments(&self, head: &[T]) -> Moments<T> {
+        let width = head.len() as f64;
+        // In the type of the numbers, so that what is taken off is what the squares are taken of.
+        let mean = if self.centred { T::from_f64(sum(head, |x| x) / width) } else { T::zero() };
+        let m = mean.into_f64();
+        let squares = if self.centred { sum(head, |x| (x - m) * (x - m)) } else { sum(head, |x| x * x) };
+        Moments { mean, r: (squares / width + self.eps).sqrt().recip() }
     }
 }
 
 /// Whether a head has a gradient.
 fn is_seen<T: Element>(d_head: &[T]) -> bool {
     d_head.iter().any(|d| !d.is_zero())
+}
+
+/// The sum of `f(x)`.
+#[inline(always)]
+fn sum<T: Element>(head: &[T], f: impl Fn(f64) -> f64) -> f64 {
+    // Eight sums, so that additions need not wait for each other.
+    let (chunks, rest) = head.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for chunk in chunks {
+        sums.iter_mut().zip(chunk).for_each(|(sum, x)| *sum += f(x.into_f64()));
+    }
+    sums.iter_mut().zip(rest).for_each(|(sum, x)| *sum += f(x.into_f64()));
+    sums.iter().sum()
 }
 
 #[cfg(test)]
@@ -133,12 +176,39 @@ mod tests {
         .collect()
     }
 
-    fn plain(heads: &[f64], weight: &Array1<f64>, eps: f64) -> Vec<f64> {
+    /// A norm of each kind; the bias is twice the weight.
+    fn norms<T: Element>(weight: &Array1<T>, eps: f64, check: impl Fn(bool, RowNorm<'_, T>)) {
+        check(false, RowNorm::new(weight, eps));
+        check(true, RowNorm::new(weight, eps).centred(Some(&(weight + weight))));
+    }
+
+    fn plain(heads: &[f64], weight: &Array1<f64>, eps: f64, centred: bool) -> Vec<f64> {
         let normalise = |head: &[f64]| {
-            let mean = head.iter().map(|x| x * x).sum::<f64>() / head.len() as f64;
-            head.iter().zip(weight).map(|(x, w)| x / (mean + eps).sqrt() * w).collect::<Vec<_>>()
+            let mean = |f: &dyn Fn(f64) -> f64| head.iter().map(|&x| f(x)).sum::<f64>() / head.len() as f64;
+            let m = if centred { mean(&|x| x) } else { 0.0 };
+            let deviation = (mean(&|x| (x - m).powi(2)) + eps).sqrt();
+            let bias = if centred { 2.0 } else { 0.0 };
+            head.iter().zip(weight).map(|(x, w)| (x - m) / deviation * w + bias * w).collect::<Vec<_>>()
         };
         heads.chunks(weight.len()).flat_map(normalise).collect()
+    }
+
+    fn check(heads: &[f64], weight: &Array1<f64>, eps: f64) {
+        norms(weight, eps, |centred, norm| {
+            let mut got = heads.to_vec();
+            norm.apply(&mut got);
+            let want = plain(heads, weight, eps, centred);
+            let near = |(x, y): (&f64, &f64)| (x - y).abs() < if centred { 1e-12 } else { 1e-14 };
+            assert!(got.iter().zip(&want).all(near), "{} {eps} {centred}", weight.len());
+        });
+        norms(&weight.mapv(|x| x as f32), eps, |centred, norm| {
+            let mut got: Vec<_> = heads.iter().map(|&x| x as f32).collect();
+            norm.apply(&mut got);
+            // A mean that was rounded, over a deviation that may be small: a few numbers of f32 may be close together.
+            let want = plain(heads, weight, eps, centred);
+            let near = |(&x, y): (&f32, &f64)| (f64::from(x) - y).abs() < if centred { 2e-4 } else { 1e-6 };
+            assert!(got.iter().zip(&want).all(near), "{} {eps} {centred}", weight.len());
+        });
     }
 
     #[test]
@@ -146,14 +216,10 @@ mod tests {
         for width in [1, 3, 8, 13, 64] {
             let (heads, weight): (Vec<f64>, _) = (numbers(1, 1100 * width), Array1::from(numbers(2, width)));
             for eps in [0.0, 1e-6, 0.5] {
-                let want = plain(&heads, &weight, eps);
-                let mut got = heads.clone();
-                HeadNorm::new(&weight, eps).apply(&mut got);
-                assert!(got.iter().zip(&want).all(|(x, y)| (x - y).abs() < 1e-14), "{width} {eps}");
-                let single = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<_>>();
-                let mut got = single(&heads);
-                HeadNorm::new(&weight.mapv(|x| x as f32), eps).apply(&mut got);
-                assert!(got.iter().zip(&want).all(|(&x, y)| (f64::from(x) - y).abs() < 1e-6), "{width} {eps}");
+                // Of one number nothing is left without the mean: rounding over nothing if eps is 0.
+                if width > 1 || eps > 0.0 {
+                    check(&heads, &weight, eps);
+                }
             }
         }
     }
@@ -162,15 +228,15 @@ mod tests {
     fn large_and_small_heads_keep_their_directions() {
         for scale in [1e-30f32, 1e25, 1e37] {
             let mut heads = [3.0 * scale, -4.0 * scale];
-            HeadNorm::new(&array![1.0, 1.0], 0.0).apply(&mut heads);
+            RowNorm::new(&array![1.0, 1.0], 0.0).apply(&mut heads);
             let norm = 12.5f32.sqrt();
             assert!((heads[0] - 3.0 / norm).abs() < 1e-6 && (heads[1] + 4.0 / norm).abs() < 1e-6, "{heads:?}");
         }
         let mut nothing = [0.0f32; 4];
-        HeadNorm::new(&Array1::ones(4), 1e-6).apply(&mut nothing);
+        RowNorm::new(&Array1::ones(4), 1e-6).apply(&mut nothing);
         assert_eq!(nothing, [0.0; 4]);
         let mut bad = [f32::NAN, 1.0, 2.0, 3.0];
-        HeadNorm::new(&Array1::ones(2), 1e-6).apply(&mut bad);
+        RowNorm::new(&Array1::ones(2), 1e-6).apply(&mut bad);
         assert!(bad[0].is_nan() && bad[1].is_nan() && bad[2].is_finite() && bad[3].is_finite());
     }
 
@@ -178,8 +244,8 @@ mod tests {
     fn a_weight_may_lie_backwards() {
         let backwards = array![3.0, 2.0, 1.0].slice_move(s![..;-1]);
         let (mut got, mut want) = ([1.0, -2.0, 0.5], [1.0, -2.0, 0.5]);
-        HeadNorm::new(&backwards, 0.1).apply(&mut got);
-        HeadNorm::new(&array![1.0, 2.0, 3.0], 0.1).apply(&mut want);
+        RowNorm::new(&backwards, 0.1).apply(&mut got);
+        RowNorm::new(&array![1.0, 2.0, 3.0], 0.1).apply(&mut want);
         assert_eq!(got, want);
     }
 
@@ -189,12 +255,18 @@ mod tests {
         for (width, count) in [(1, 3), (2, 5), (7, 4), (16, 3)] {
             let (heads, weight) = (numbers::<f64>(3, width * count), Array1::from(numbers::<f64>(4, width)));
             let d_y: Vec<f64> = numbers(5, width * count);
-            for eps in [1e-6, 0.3] {
+            for (eps, centred) in [(1e-6, false), (0.3, false), (0.01, true), (0.3, true)] {
                 let loss = |heads: &[f64], weight: &Array1<f64>| -> f64 {
-                    plain(heads, weight, eps).iter().zip(&d_y).map(|(y, d)| y * d).sum()
+                    plain(heads, weight, eps, centred).iter().zip(&d_y).map(|(y, d)| y * d).sum()
                 };
                 let (mut d_x, mut d_weight) = (d_y.clone(), vec![0.25; width]);
-                let norm = HeadNorm::new(&weight, eps);
+                let mut norm = RowNorm::new(&weight, eps);
+                // The loss of a bias that is twice the weight has a slope that is not asked for here.
+                if centred {
+                    norm = norm.centred(None);
+                    let columns = d_y.chunks(width).flat_map(|d_y| d_y.iter().enumerate());
+                    columns.for_each(|(c, d_y)| d_weight[c] += 2.0 * d_y);
+                }
                 norm.differentiate(&heads, &mut d_x, &mut d_weight, &mut Vec::new()).unwrap();
                 let slope = |numbers: &[f64], index: usize, loss: &dyn Fn(&[f64]) -> f64| {
                     let moved = |step: f64| {
@@ -206,13 +278,16 @@ mod tests {
                 };
                 for (index, &d) in d_x.iter().enumerate() {
                     let want = slope(&heads, index, &|heads| loss(heads, &weight));
-                    assert!((d - want).abs() < 1e-7 * (1.0 + want.abs()), "{width} {eps}: d_x[{index}] {d} {want}");
+                    assert!(
+                        (d - want).abs() < 1e-7 * (1.0 + want.abs()),
+                        "{width} {eps} {centred}: d_x[{index}] {d} {want}"
+                    );
                 }
                 for (index, &d) in d_weight.iter().enumerate() {
                     let want = 0.25 + slope(&weight.to_vec(), index, &|weight| loss(&heads, &weight.to_vec().into()));
                     assert!(
                         (d - want).abs() < 1e-7 * (1.0 + want.abs()),
-                        "{width} {eps}: d_weight[{index}] {d} {want}"
+                        "{width} {eps} {centred}: d_weight[{index}] {d} {want}"
                     );
                 }
             }
@@ -225,7 +300,7 @@ mod tests {
         let count = 4 * CHUNK + 77;
         let (heads, d_y): (Vec<f32>, Vec<f32>) = (numbers(6, width * count), numbers(8, width * count));
         let weight = Array1::from(numbers::<f32>(7, width));
-        let norm = HeadNorm::new(&weight, 1e-6);
+        let norm = RowNorm::new(&weight, 1e-6);
         let run = |heads: &[f32], d_y: &[f32]| {
             let (mut d_x, mut d_weight) = (d_y.to_vec(), vec![0.0; width]);
             norm.differentiate(heads, &mut d_x, &mut d_weight, &mut vec![f32::NAN; 7]).unwrap();

@@ -29,9 +29,7 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) panels: unsafe fn(&Pack<T>),
     pub(super) rows: unsafe fn(&Pack<T>) -> bool,
     pub(super) scaled: unsafe fn(&Pack<T>, T),
-    #[cfg_attr(not(test), expect(dead_code, reason = "called alone by tests only; inside kernels they are inlined"))]
     exp2: unsafe fn(*mut T, usize),
-    #[cfg_attr(not(test), expect(dead_code, reason = "called alone by tests only; inside kernels they are inlined"))]
     tanh: unsafe fn(*mut T, usize),
     divide: unsafe fn(*mut T, usize, T),
     multiply_adds: unsafe fn(usize, T) -> T,
@@ -129,14 +127,12 @@ pub(crate) fn kernels_f64(level: Level) -> &'static Kernels<f64> {
 /// The copies and functions that need nothing but slices and views; the others are in `step.rs` and `gemm.rs`.
 impl<T: Copy> Kernels<T> {
     /// Replaces each number by its power of two.
-    #[cfg(test)]
     pub(crate) fn exp2(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.exp2)(x.as_mut_ptr(), x.len()) }
     }
 
     /// Replaces each number by its hyperbolic tangent.
-    #[cfg(test)]
     pub(crate) fn tanh(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.tanh)(x.as_mut_ptr(), x.len()) }

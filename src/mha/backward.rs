@@ -13,7 +13,7 @@
 
 use ndarray::{Array1, Array2, Array3, Array4, ArrayRef0, ArrayRef3, ArrayView3, ArrayViewMut3, Axis, aview0};
 
-use super::forward::{Activations, Inputs, Room, Sources, by_head, by_token, by_token_mut, level, projected};
+use super::forward::{Activations, Inputs, Room, Sources, by_head, by_token, by_token_mut, level};
 use super::{MultiHeadAttention, Tape, Weights};
 use crate::attention::{GradientsMut, Options, Saved, Workspace};
 use crate::element::{Element, reused, zeros};
@@ -304,7 +304,7 @@ impl<T: Element> MultiHeadAttention<T> {
             let [heads, mut sums, mut room] = std::mem::take(&mut workspace.layer.norm);
             let mut d_heads = by_token_mut(d_heads)?;
             let mut heads = reused("heads", "[batch, len, heads * head_dim]", d_heads.dim(), heads)?;
-            let again = [Some(projected(x, w, bias.as_ref(), heads.view_mut())), None, None];
+            let again = [Some(Projected::new(x, w.view(), bias.as_ref(), heads.view_mut())), None, None];
             T::project(level(&tape.options), again, &mut workspace.layer.scratch);
             sums.clear();
             sums.resize(d_weight.len(), T::zero());

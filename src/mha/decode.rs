@@ -18,7 +18,7 @@ use crate::mask::Mask;
 use crate::position::Positions;
 
 /// Made once, so that steps allocate nothing.
-static CAUSAL: LazyLock<Mask> = LazyLock::new(Mask::causal);
+pub(crate) static CAUSAL: LazyLock<Mask> = LazyLock::new(Mask::causal);
 
 impl<T: Element> MultiHeadAttention<T> {
     /// An empty cache that fits the layer, for `capacity` tokens in each of `batch` entries.
@@ -191,10 +191,19 @@ impl<T: Element> MultiHeadAttention<T> {
         cache: &mut KvCache<S>,
     ) -> Result<()> {
         let context = D::batched(context);
-        let nobody = zeros("query", "[batch, q_len, d_model]", (context.len_of(Axis(0)), 0, self.config.d_model))?;
+        self.cache_key_value([context, context], cache)
+    }
+
+    /// As `cache_context`, of keys and values from two sequences.
+    pub(crate) fn cache_key_value<S: Storage<Element = T>>(
+        &self,
+        [key, value]: [ArrayView3<'_, T>; 2],
+        cache: &mut KvCache<S>,
+    ) -> Result<()> {
+        let nobody = zeros("query", "[batch, q_len, d_model]", (key.len_of(Axis(0)), 0, self.config.d_model))?;
         let lengths = cache.lengths().to_vec();
         let mut inputs = Inputs::new(&nobody);
-        (inputs.key, inputs.value, inputs.key_positions) = (context, context, Some(Positions::after(&lengths)));
+        (inputs.key, inputs.value, inputs.key_positions) = (key, value, Some(Positions::after(&lengths)));
         self.check_cache(&inputs, cache)?;
         let options = Options::new();
         self.check(&inputs, &options)?;
@@ -289,7 +298,8 @@ impl<T: Element> MultiHeadAttention<T> {
         check_shape("cache", "[batch, num_kv_heads, capacity, head_dim, value_dim]", expected, &got)
     }
 
-    fn check_decode<S: Storage<Element = T>>(
+    /// Checks all that a step can get wrong, before any work.
+    pub(crate) fn check_decode<S: Storage<Element = T>>(
         &self,
         inputs: &Inputs<'_, T>,
         cache: &mut KvCache<S>,
@@ -301,6 +311,17 @@ impl<T: Element> MultiHeadAttention<T> {
         check_shape("key", "[batch, q_len, k_dim]", [None, Some(q_len), None], inputs.key.shape())?;
         self.check_cache(inputs, cache)?;
         T::plan(self.config.heads.num_heads(), q_len, cache, &self.options(options))
+    }
+
+    /// As `check_decode`, for queries that read what the cache holds.
+    pub(crate) fn check_reads<S: Storage<Element = T>>(
+        &self,
+        inputs: &Inputs<'_, T>,
+        cache: &KvCache<S>,
+        options: &Options<'_, T>,
+    ) -> Result<()> {
+        self.check_cross(&self.queries_of(inputs)?, cache, options)?;
+        Ok(())
     }
 
     fn check_cross<S: Storage<Element = T>>(

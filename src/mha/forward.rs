@@ -1,15 +1,15 @@
 //! The walk through the layer: project, turn by position, attend, project back.
 
 use ndarray::{
-    Array, Array1, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayRef4, ArrayView3, ArrayViewMut3, ArrayViewMut4,
-    Axis, Dimension, Ix2, Ix3,
+    Array, Array2, Array3, Array4, ArrayRef, ArrayRef3, ArrayRef4, ArrayView3, ArrayViewMut3, ArrayViewMut4, Axis,
+    Dimension, Ix2, Ix3,
 };
 
 use super::{Config, MultiHeadAttention, Weights};
 use crate::attention::{Dims, Options, Outputs, Workspace, lse_and_weights};
 use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
-use crate::kernels::{Level, Start};
+use crate::kernels::Level;
 use crate::linear::Projected;
 use crate::mask::Mask;
 use crate::position::{Positions, Turn};
@@ -355,9 +355,9 @@ impl<T: Element> MultiHeadAttention<T> {
             reused("v", "[batch, kv_len, num_kv_heads * value_dim]", (batch, kv_len, w_v.ncols()), v)?,
         ];
         let projections = [
-            Some(projected(inputs.query, w_q, b_q.as_ref(), q.view_mut())),
-            Some(projected(inputs.key, w_k, b_k.as_ref(), k.view_mut())),
-            Some(projected(inputs.value, w_v, b_v.as_ref(), v.view_mut())),
+            Some(Projected::new(inputs.query, w_q.view(), b_q.as_ref(), q.view_mut())),
+            Some(Projected::new(inputs.key, w_k.view(), b_k.as_ref(), k.view_mut())),
+            Some(Projected::new(inputs.value, w_v.view(), b_v.as_ref(), v.view_mut())),
         ];
         T::project(level(options), projections, &mut workspace.layer.scratch);
 
@@ -388,7 +388,7 @@ impl<T: Element> MultiHeadAttention<T> {
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
         let Weights { w_o, b_o, .. } = &self.weights;
-        let back = projected(by_token(&activations.context)?, w_o, b_o.as_ref(), output);
+        let back = Projected::new(by_token(&activations.context)?, w_o.view(), b_o.as_ref(), output);
         T::project(level(options), [Some(back), None, None], &mut workspace.layer.scratch);
         Ok(())
     }
@@ -427,16 +427,6 @@ impl<T> Activations<T> {
 /// The instruction set of a call.
 pub(super) fn level<T>(options: &Options<'_, T>) -> Level {
     options.level.unwrap_or_else(Level::best)
-}
-
-/// `y = x W + b`
-pub(super) fn projected<'a, T>(
-    x: ArrayView3<'a, T>,
-    w: &'a Array2<T>,
-    bias: Option<&'a Array1<T>>,
-    y: ArrayViewMut3<'a, T>,
-) -> Projected<'a, T> {
-    Projected { x, w: w.view(), bias: bias.map(|bias| bias.view()), y, start: Start::Zero }
 }
 
 /// `[batch, heads, len, width]` as `[batch, len, heads * width]`, of an array of [`by_head`].

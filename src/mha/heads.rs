@@ -2,13 +2,14 @@
 
 use ndarray::{Array3, Array4, Axis};
 
-use super::forward::{by_head, projected};
+use super::forward::by_head;
 use super::{Inputs, MultiHeadAttention};
 use crate::attention::Options;
 use crate::element::{Element, zeros};
 use crate::error::Result;
 use crate::inspect::{HeadStatistics, Tokens};
 use crate::kernels::Level;
+use crate::linear::Projected;
 use crate::position::{RopeTable, Turn};
 
 impl<T: Element> MultiHeadAttention<T> {
@@ -49,8 +50,8 @@ impl<T: Element> MultiHeadAttention<T> {
         let mut q: Array3<T> = zeros("q", "[batch, q_len, num_heads * head_dim]", (batch, q_len, q_width))?;
         let mut k: Array3<T> = zeros("k", "[batch, kv_len, num_kv_heads * head_dim]", (batch, kv_len, k_width))?;
         let projections = [
-            Some(projected(inputs.query, &weights.w_q, weights.b_q.as_ref(), q.view_mut())),
-            Some(projected(inputs.key, &weights.w_k, weights.b_k.as_ref(), k.view_mut())),
+            Some(Projected::new(inputs.query, weights.w_q.view(), weights.b_q.as_ref(), q.view_mut())),
+            Some(Projected::new(inputs.key, weights.w_k.view(), weights.b_k.as_ref(), k.view_mut())),
             None,
         ];
         T::project(level, projections, &mut Vec::new());

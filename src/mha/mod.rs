@@ -22,6 +22,7 @@ mod weights;
 
 pub use backward::LayerGradients;
 pub use builder::{Builder, Projection};
+pub(crate) use decode::CAUSAL;
 pub use forward::{Inputs, LayerOutput, Sequence};
 pub use init::Init;
 pub use train::{Recording, Tape};

@@ -5,7 +5,7 @@ use ndarray::{ArrayRef2, ArrayViewMut4, Axis};
 use super::{Inputs, MultiHeadAttention, Weights};
 use crate::element::Element;
 use crate::error::Result;
-use crate::norm::HeadNorm;
+use crate::norm::RowNorm;
 use crate::position::{Heads, Positions, RopeTable, Turn};
 
 impl<'a, T: Element> Inputs<'a, T> {
@@ -109,9 +109,9 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// The norms of query and key heads.
-    pub(super) fn norms(&self) -> [Option<HeadNorm<'_, T>>; 2] {
+    pub(super) fn norms(&self) -> [Option<RowNorm<'_, T>>; 2] {
         let Weights { q_norm, k_norm, .. } = &self.weights;
-        [q_norm, k_norm].map(|weight| weight.as_ref().map(|weight| HeadNorm::new(weight, self.config.qk_norm_eps)))
+        [q_norm, k_norm].map(|weight| weight.as_ref().map(|weight| RowNorm::new(weight, self.config.qk_norm_eps)))
     }
 
     /// Turns projected queries `[batch, num_heads, q_len, head_dim]` and keys `[batch, num_kv_heads, kv_len, head_dim]`

@@ -1,0 +1,174 @@
+//! What a call of a block says besides its tokens.
+
+use ndarray::{Array3, ArrayRef, ArrayView3, Axis};
+
+use crate::element::Element;
+use crate::error::{Error, Result, check_shape};
+use crate::mask::Mask;
+use crate::mha::{Inputs, Sequence};
+
+/// What a [`Block`](super::Block) or a [`Stack`](super::Stack) is told besides its tokens: who sees whom, and for decoders
+/// what the encoder made.
+///
+/// ```
+/// use multihead::{block::Call, ndarray::Array3, Mask};
+/// let (causal, padding, memory) = (Mask::causal(), Mask::key_lengths(&[9, 7]), Array3::<f32>::ones((2, 9, 16)));
+/// let encoder = Call::<f32>::new().mask(&padding);
+/// let decoder = Call::new().mask(&causal).memory(&memory).memory_mask(&padding);
+/// # let _ = (encoder, decoder);
+/// ```
+#[derive(Debug, Clone)]
+pub struct Call<'a, T> {
+    pub(super) mask: Option<&'a Mask>,
+    pub(super) memory: Option<ArrayView3<'a, T>>,
+    pub(super) memory_mask: Option<&'a Mask>,
+    /// Added to the queries and keys of self-attention and to the queries of cross-attention.
+    positions: Option<ArrayView3<'a, T>>,
+    memory_positions: Option<ArrayView3<'a, T>>,
+}
+
+/// Tokens, and with their positions added where there are any.
+pub(super) struct Placed<'a, T> {
+    query: Option<Array3<T>>,
+    x: ArrayView3<'a, T>,
+}
+
+impl<T: Element> Default for Call<'_, T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<'a, T: Element> Call<'a, T> {
+    /// Everybody sees everybody (in decoding, what came before), and there is no memory.
+    ///
+    /// ```
+    /// let call = multihead::block::Call::<f32>::new();
+    /// # let _ = call;
+    /// ```
+    pub fn new() -> Self {
+        Self { mask: None, memory: None, memory_mask: None, positions: None, memory_positions: None }
+    }
+
+    /// Who sees whom in self-attention. In decoding this takes the place of the causal mask.
+    ///
+    /// ```
+    /// # use multihead::{block::Call, Mask};
+    /// let mask = Mask::causal() & Mask::last_n(4096);
+    /// let call = Call::<f32>::new().mask(&mask);
+    /// # let _ = call;
+    /// ```
+    pub fn mask(mut self, mask: &'a Mask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// What cross-attention reads: `[batch, kv_len, k_dim]` or `[kv_len, k_dim]`. In decoding it is read from the cache
+    /// instead.
+    ///
+    /// ```
+    /// # use multihead::{block::Call, ndarray::Array3};
+    /// let encoded = Array3::<f32>::ones((2, 9, 16));
+    /// let call = Call::new().memory(&encoded);
+    /// # let _ = call;
+    /// ```
+    #[doc(alias = "encoder_hidden_states")]
+    pub fn memory<D: Sequence>(mut self, memory: &'a ArrayRef<T, D>) -> Self {
+        self.memory = Some(D::batched(memory));
+        self
+    }
+
+    /// Which tokens see which part of the memory: its padding.
+    ///
+    /// ```
+    /// # use multihead::{block::Call, Mask};
+    /// let padding = Mask::key_lengths(&[9, 7]);
+    /// let call = Call::<f32>::new().memory_mask(&padding);
+    /// # let _ = call;
+    /// ```
+    #[doc(alias = "encoder_attention_mask")]
+    pub fn memory_mask(mut self, mask: &'a Mask) -> Self {
+        self.memory_mask = Some(mask);
+        self
+    }
+
+    /// What every block adds to its queries and keys, and not to its values: `[batch, len, d_model]` or `[len, d_model]`.
+    /// DETR does so with the places in an image and with its object queries.
+    ///
+    /// ```
+    /// # use multihead::{block::Call, ndarray::Array2};
+    /// let places = Array2::<f32>::ones((12, 16));
+    /// let call = Call::new().positions(&places);
+    /// # let _ = call;
+    /// ```
+    #[doc(alias = "object_queries")]
+    pub fn positions<D: Sequence>(mut self, positions: &'a ArrayRef<T, D>) -> Self {
+        self.positions = Some(D::batched(positions));
+        self
+    }
+
+    /// What every block adds to the keys of its cross-attention: `[batch, kv_len, k_dim]` or `[kv_len, k_dim]`.
+    ///
+    /// ```
+    /// # use multihead::{block::Call, ndarray::Array2};
+    /// let (encoded, places) = (Array2::<f32>::ones((12, 16)), Array2::ones((12, 16)));
+    /// let call = Call::new().memory(&encoded).memory_positions(&places);
+    /// # let _ = call;
+    /// ```
+    pub fn memory_positions<D: Sequence>(mut self, positions: &'a ArrayRef<T, D>) -> Self {
+        self.memory_positions = Some(D::batched(positions));
+        self
+    }
+
+    /// Checks what is added.
+    pub(super) fn check(&self, x: ArrayView3<'_, T>) -> Result<()> {
+        let like = |name, array: &Option<ArrayView3<'_, T>>, (batch, len, width): (usize, usize, usize)| match array {
+            Some(array) => check_shape(name, "[batch, len, d_model]", [batch, len, width].map(Some), array.shape()),
+            None => Ok(()),
+        };
+        like("positions", &self.positions, x.dim())?;
+        match &self.memory {
+            Some(memory) => like("memory_positions", &self.memory_positions, memory.dim()),
+            None if self.memory_positions.is_some() => {
+                Err(Error::value("memory_positions", "a memory that they belong to", "none"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Self-attention of `x`.
+    pub(super) fn of_tokens<'x>(&self, x: ArrayView3<'x, T>) -> Result<Placed<'x, T>> {
+        Ok(Placed { query: added(x, &self.positions)?, x })
+    }
+
+    /// The keys of the memory, where they are not the memory itself.
+    pub(super) fn memory_key(&self, memory: ArrayView3<'_, T>) -> Result<Option<Array3<T>>> {
+        added(memory, &self.memory_positions)
+    }
+}
+
+impl<T: Element> Placed<'_, T> {
+    /// Self-attention: the keys are the queries.
+    pub(super) fn inputs(&self) -> Inputs<'_, T> {
+        match &self.query {
+            Some(query) => Inputs::new(query).key_value(query, &self.x),
+            None => Inputs::new(&self.x),
+        }
+    }
+
+    /// The queries alone.
+    pub(super) fn query(&self) -> Inputs<'_, T> {
+        match &self.query {
+            Some(query) => Inputs::new(query),
+            None => Inputs::new(&self.x),
+        }
+    }
+}
+
+fn added<T: Element>(x: ArrayView3<'_, T>, positions: &Option<ArrayView3<'_, T>>) -> Result<Option<Array3<T>>> {
+    let Some(positions) = positions else { return Ok(None) };
+    let mut sum = super::norm::copied("x + positions", x)?;
+    debug_assert_eq!(sum.len_of(Axis(1)), positions.len_of(Axis(1)));
+    sum += positions;
+    Ok(Some(sum))
+}

@@ -1,0 +1,467 @@
+//! The feed-forward block: two products with a function between them, each token by itself.
+//!
+//! ```text
+//! h = x W_in + b_in                    a = f(h)              y = a W_out + b_out
+//! g = x W_gate + b_gate, with a gate   a = f(g) * h
+//!
+//! d_a = d_y W_out^T      d_W_out = a^T d_y       d_b_out = sum d_y
+//! d_h = d_a f'(h),       d_W_in = x^T d_h        d_b_in = sum d_h         d_x = d_h W_in^T
+//! with a gate: d_h = d_a f(g), d_g = d_a h f'(g), d_W_gate = x^T d_g, ..., d_x = d_h W_in^T + d_g W_gate^T
+//! ```
+//!
+//! (Vaswani et al. 2017, section 3.3, <https://arxiv.org/abs/1706.03762>; gates: Shazeer 2020,
+//! <https://arxiv.org/abs/2002.05202>.)
+
+use ndarray::{Array, Array1, Array2, Array3, ArrayRef, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
+
+use super::activation::{Activation, Part};
+use super::norm::column_sums;
+use crate::element::{Element, reused, zeros};
+use crate::error::{Result, check_shape};
+use crate::kernels::{Level, Start};
+use crate::linear::{Projected, Terms, WeightGradient};
+use crate::mha::Sequence;
+
+/// The weights of a [`FeedForward`], stored `[in, out]`, or their gradients.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FeedForwardWeights<T> {
+    /// `[d_model, width]`
+    #[doc(alias = "up_proj")]
+    #[doc(alias = "fc1")]
+    pub w_in: Array2<T>,
+    /// `[width]`
+    pub b_in: Option<Array1<T>>,
+    /// `[d_model, width]`: if it is there, `f(x w_gate)` multiplies `x w_in`.
+    #[doc(alias = "gate_proj")]
+    pub w_gate: Option<Array2<T>>,
+    /// `[width]`
+    pub b_gate: Option<Array1<T>>,
+    /// `[width, d_model]`
+    #[doc(alias = "down_proj")]
+    #[doc(alias = "fc2")]
+    pub w_out: Array2<T>,
+    /// `[d_model]`
+    pub b_out: Option<Array1<T>>,
+}
+
+impl<T: Element> FeedForwardWeights<T> {
+    /// Two products and nothing else: `w_in: [d_model, width]`, `w_out: [width, d_model]`.
+    ///
+    /// ```
+    /// use multihead::{block::FeedForwardWeights, ndarray::{Array1, Array2}};
+    /// let weights = FeedForwardWeights::<f32>::new(Array2::zeros((8, 32)), Array2::zeros((32, 8)));
+    /// let with_gate = FeedForwardWeights { w_gate: Some(Array2::zeros((8, 32))), ..weights };
+    /// ```
+    pub fn new(w_in: Array2<T>, w_out: Array2<T>) -> Self {
+        Self { w_in, b_in: None, w_gate: None, b_gate: None, w_out, b_out: None }
+    }
+
+    fn check(&self) -> Result<()> {
+        let (d_model, width) = self.w_in.dim();
+        check_shape("w_out", "[width, d_model]", [Some(width), Some(d_model)], self.w_out.shape())?;
+        if let Some(w_gate) = &self.w_gate {
+            check_shape("w_gate", "[d_model, width]", [Some(d_model), Some(width)], w_gate.shape())?;
+        }
+        let gate = self.w_gate.as_ref().map_or(0, |_| width);
+        let vectors = [
+            ("b_in", "[width]", &self.b_in, width),
+            ("b_gate", "[width of w_gate]", &self.b_gate, gate),
+            ("b_out", "[d_model]", &self.b_out, d_model),
+        ];
+        for (name, axes, vector, len) in vectors {
+            if let Some(vector) = vector {
+                check_shape(name, axes, [Some(len)], vector.shape())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Two products with a function between them: `f(x W_in + b_in) W_out + b_out`, or with a gate
+/// `(f(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out`.
+///
+/// ```
+/// use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::{Array2, Array3}};
+/// let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+/// let gelu = FeedForward::new(weights.clone(), Activation::Gelu)?;
+/// let swiglu = FeedForward::new(FeedForwardWeights { w_gate: Some(Array2::ones((8, 32))), ..weights }, Activation::Silu)?;
+/// assert_eq!(swiglu.forward(&Array3::ones((2, 5, 8)))?.shape(), [2, 5, 8]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[doc(alias = "MLP")]
+#[doc(alias = "SwiGLU")]
+#[derive(Debug, Clone, PartialEq)]
+pub struct FeedForward<T> {
+    weights: FeedForwardWeights<T>,
+    activation: Activation,
+}
+
+/// The gradients of a loss with respect to what [`FeedForward::backward`] was given and what the block holds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FeedForwardGradients<T> {
+    /// `[batch, len, d_model]`
+    pub d_x: Array3<T>,
+    /// The gradient of each weight and bias, under its name.
+    pub weights: FeedForwardWeights<T>,
+}
+
+/// Memory that is kept from block to block.
+#[derive(Debug, Default)]
+pub(super) struct Room<T> {
+    hidden: Vec<T>,
+    gate: Vec<T>,
+    /// Packed weights, for each thread.
+    scratch: Vec<Vec<T>>,
+}
+
+impl<T: Element> FeedForward<T> {
+    /// A block with these weights; it has a gate if they have one.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] names the array that does not fit `w_in`.
+    ///
+    /// ```
+    /// use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::Array2};
+    /// let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((30, 8)));
+    /// let error = FeedForward::new(weights, Activation::Relu).unwrap_err();
+    /// assert_eq!(error.to_string(), "w_out: expected [width, d_model] = [32, 8], got [30, 8]");
+    /// ```
+    pub fn new(weights: FeedForwardWeights<T>, activation: Activation) -> Result<Self> {
+        weights.check()?;
+        Ok(Self { weights, activation })
+    }
+
+    /// All weights and biases.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::Array2};
+    /// # let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// let block = FeedForward::new(weights, Activation::Relu)?;
+    /// assert_eq!(block.weights().w_in.shape(), [8, 32]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn weights(&self) -> &FeedForwardWeights<T> {
+        &self.weights
+    }
+
+    /// Replaces all weights and biases.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::Array2};
+    /// # let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// let mut block = FeedForward::new(weights, Activation::Relu)?;
+    /// let mut weights = block.weights().clone();
+    /// weights.w_in.fill(0.5);
+    /// block.set_weights(weights)?;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`FeedForward::new`]; the block is unchanged then.
+    pub fn set_weights(&mut self, weights: FeedForwardWeights<T>) -> Result<()> {
+        weights.check()?;
+        self.weights = weights;
+        Ok(())
+    }
+
+    /// The width of a token.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::Array2};
+    /// # let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// assert_eq!(FeedForward::new(weights, Activation::Relu)?.d_model(), 8);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn d_model(&self) -> usize {
+        self.weights.w_in.nrows()
+    }
+
+    /// `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::{Array2, Array3}};
+    /// # let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// let block = FeedForward::new(weights, Activation::Relu)?;
+    /// assert_eq!(block.forward(&Array3::ones((2, 5, 8)))?, Array3::from_elem((2, 5, 8), 256.0));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] for tokens of another width, [`crate::Error::TooLarge`] if the hidden numbers or the
+    /// result do not fit into memory.
+    pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>) -> Result<Array<T, D>> {
+        let x = D::batched(x);
+        self.check(x)?;
+        let (batch, len, d_model) = x.dim();
+        let mut y = zeros("y", "[batch, len, d_model]", (batch, len, d_model))?;
+        self.run(x, y.view_mut(), &mut Room::default())?;
+        Ok(D::unbatched(y))
+    }
+
+    /// The gradients of a loss, from that of the output: `x` and `d_y: [batch, len, d_model]`, any strides. What lies
+    /// between is computed again.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::{Array2, Array3}};
+    /// # let weights = FeedForwardWeights::<f64>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// let block = FeedForward::new(weights, Activation::Relu)?;
+    /// let x = Array3::ones((2, 5, 8));
+    /// let gradients = block.backward(&x, &Array3::ones((2, 5, 8)))?;
+    /// assert_eq!(gradients.d_x, Array3::from_elem((2, 5, 8), 8.0 * 32.0));
+    /// assert_eq!(gradients.weights.w_in.shape(), [8, 32]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`FeedForward::forward`], and [`crate::Error::Shape`] where `d_y` has other lengths than `x`.
+    pub fn backward<D: Sequence>(&self, x: &ArrayRef<T, D>, d_y: &ArrayRef<T, D>) -> Result<FeedForwardGradients<T>> {
+        let (x, d_y) = (D::batched(x), D::batched(d_y));
+        self.check(x)?;
+        let (batch, len, d_model) = x.dim();
+        check_shape("d_y", "[batch, len, d_model]", [batch, len, d_model].map(Some), d_y.shape())?;
+        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, b_out } = &self.weights;
+        let scratch = &mut Vec::new();
+        let sums =
+            |wanted: &Option<Array1<T>>, d: &Array3<T>| wanted.as_ref().map(|_| column_sums(d.view())).transpose();
+        let at = |part, h: &Array3<T>| -> Result<Array3<T>> {
+            let mut y = super::norm::copied("hidden", h.view())?;
+            self.activate(part, &mut y);
+            Ok(y)
+        };
+
+        let h = product(x, w_in.view(), b_in.as_ref(), scratch)?;
+        let mut d_h = product(d_y, w_out.t(), None, scratch)?;
+        let (a, gates) = match w_gate {
+            None => {
+                let a = at(Part::Value, &h)?;
+                d_h *= &at(Part::Slope, &h)?;
+                (a, None)
+            }
+            Some(w_gate) => {
+                let g = product(x, w_gate.view(), b_gate.as_ref(), scratch)?;
+                let mut d_g = at(Part::Slope, &g)?;
+                d_g *= &h;
+                d_g *= &d_h;
+                let value = at(Part::Value, &g)?;
+                d_h *= &value;
+                (value * &h, Some((w_gate, d_g)))
+            }
+        };
+        let mut d_x = product(d_h.view(), w_in.t(), None, scratch)?;
+        let mut weights = FeedForwardWeights {
+            w_in: weight_gradient(x, d_h.view(), scratch)?,
+            b_in: sums(b_in, &d_h)?,
+            w_gate: None,
+            b_gate: None,
+            w_out: weight_gradient(a.view(), d_y, scratch)?,
+            b_out: b_out.as_ref().map(|_| column_sums(d_y)).transpose()?,
+        };
+        if let Some((w_gate, d_g)) = gates {
+            d_x += &product(d_g.view(), w_gate.t(), None, scratch)?;
+            weights.w_gate = Some(weight_gradient(x, d_g.view(), scratch)?);
+            weights.b_gate = sums(b_gate, &d_g)?;
+        }
+        Ok(FeedForwardGradients { d_x, weights })
+    }
+
+    /// The walk; the arguments have been checked.
+    pub(super) fn run(&self, x: ArrayView3<'_, T>, y: ArrayViewMut3<'_, T>, room: &mut Room<T>) -> Result<()> {
+        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, b_out } = &self.weights;
+        let (batch, len, _) = x.dim();
+        let shape = (batch, len, w_in.ncols());
+        let hidden = |memory: &mut Vec<T>| reused("hidden", "[batch, len, width]", shape, std::mem::take(memory));
+        let mut h = hidden(&mut room.hidden)?;
+        let mut g = match w_gate {
+            Some(_) => Some(hidden(&mut room.gate)?),
+            None => None,
+        };
+        let into_h = Projected::new(x, w_in.view(), b_in.as_ref(), h.view_mut());
+        let gates = w_gate.as_ref().zip(g.as_mut());
+        let into_g = gates.map(|(w, g)| Projected::new(x, w.view(), b_gate.as_ref(), g.view_mut()));
+        T::project(Level::best(), [Some(into_h), into_g, None], &mut room.scratch);
+        match &mut g {
+            None => self.activate(Part::Value, &mut h),
+            Some(g) => {
+                self.activate(Part::Value, g);
+                h *= &*g;
+            }
+        }
+        let back = Projected::new(h.view(), w_out.view(), b_out.as_ref(), y);
+        T::project(Level::best(), [Some(back), None, None], &mut room.scratch);
+        room.hidden = h.into_raw_vec_and_offset().0;
+        room.gate = g.map(|g| g.into_raw_vec_and_offset().0).unwrap_or_default();
+        Ok(())
+    }
+
+    /// Of an array in standard layout.
+    fn activate(&self, part: Part, numbers: &mut Array3<T>) {
+        debug_assert!(numbers.is_standard_layout());
+        if let Some(numbers) = numbers.as_slice_mut() {
+            T::activate(Level::best(), self.activation, part, numbers);
+        }
+    }
+
+    fn check(&self, x: ArrayView3<'_, T>) -> Result<()> {
+        check_shape("x", "[batch, len, d_model]", [None, None, Some(self.d_model())], x.shape())
+    }
+}
+
+/// `x w + bias` of all tokens.
+fn product<T: Element>(
+    x: ArrayView3<'_, T>,
+    w: ArrayView2<'_, T>,
+    bias: Option<&Array1<T>>,
+    scratch: &mut Vec<Vec<T>>,
+) -> Result<Array3<T>> {
+    let (batch, len, _) = x.dim();
+    let mut y = zeros("product", "[batch, len, out]", (batch, len, w.ncols()))?;
+    T::project(Level::best(), [Some(Projected::new(x, w, bias, y.view_mut())), None, None], scratch);
+    Ok(y)
+}
+
+/// `sum x^T d_y` over all tokens.
+fn weight_gradient<T: Element>(
+    x: ArrayView3<'_, T>,
+    d_y: ArrayView3<'_, T>,
+    scratch: &mut Vec<Vec<T>>,
+) -> Result<Array2<T>> {
+    let mut d_w = zeros("d_w", "[in, out]", (x.len_of(Axis(2)), d_y.len_of(Axis(2))))?;
+    let gradient = WeightGradient { x, d_y, d_w: d_w.view_mut(), start: Start::Zero };
+    T::weight_gradients(Level::best(), [Some(gradient), None, None], Terms::All, scratch);
+    Ok(d_w)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ndarray::{Dimension, Ix3, s};
+
+    const ALL: [Activation; 4] = [Activation::Gelu, Activation::GeluTanh, Activation::Relu, Activation::Silu];
+
+    /// Numbers without a pattern, between -1 and 1.
+    fn numbers<D: Dimension>(seed: u64, shape: impl ndarray::IntoDimension<Dim = D>) -> Array<f64, D> {
+        let mut state = seed;
+        Array::from_shape_simple_fn(shape.into_dimension(), || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f64 / f64::from(1 << 23) - 1.0
+        })
+    }
+
+    fn weights(is_gated: bool, has_biases: bool) -> FeedForwardWeights<f64> {
+        let gate = is_gated.then(|| numbers(3, (5, 7)));
+        FeedForwardWeights {
+            b_in: has_biases.then(|| numbers(4, 7)),
+            b_gate: (has_biases && is_gated).then(|| numbers(5, 7)),
+            b_out: has_biases.then(|| numbers(6, 5)),
+            w_gate: gate,
+            ..FeedForwardWeights::new(numbers(1, (5, 7)), numbers(2, (7, 5)))
+        }
+    }
+
+    /// The arrays of the weights, one after the other.
+    fn arrays(w: &mut FeedForwardWeights<f64>) -> Vec<(&'static str, Vec<&mut f64>)> {
+        let mut arrays = vec![("w_in", w.w_in.iter_mut().collect()), ("w_out", w.w_out.iter_mut().collect())];
+        arrays.extend(w.w_gate.as_mut().map(|w| ("w_gate", w.iter_mut().collect())));
+        arrays.extend(w.b_in.as_mut().map(|b| ("b_in", b.iter_mut().collect())));
+        arrays.extend(w.b_gate.as_mut().map(|b| ("b_gate", b.iter_mut().collect())));
+        arrays.extend(w.b_out.as_mut().map(|b| ("b_out", b.iter_mut().collect())));
+        arrays
+    }
+
+    #[test]
+    fn outputs_are_what_the_formula_says() {
+        let x = numbers::<Ix3>(7, (2, 3, 5));
+        for (is_gated, has_biases) in [(false, false), (false, true), (true, false), (true, true)] {
+            let weights = weights(is_gated, has_biases);
+            let block = FeedForward::new(weights.clone(), Activation::Silu).unwrap();
+            let y = block.forward(&x).unwrap();
+            let silu = |x: f64| x / (1.0 + (-x).exp());
+            for ((b, i, c), got) in y.indexed_iter() {
+                let dot = |w: &Array2<f64>, bias: &Option<Array1<f64>>, j: usize| {
+                    x.slice(s![b, i, ..]).dot(&w.column(j)) + bias.as_ref().map_or(0.0, |bias| bias[j])
+                };
+                let mut want = weights.b_out.as_ref().map_or(0.0, |bias| bias[c]);
+                for j in 0..7 {
+                    let h = dot(&weights.w_in, &weights.b_in, j);
+                    let a = weights.w_gate.as_ref().map_or(silu(h), |w| silu(dot(w, &weights.b_gate, j)) * h);
+                    want += a * weights.w_out[[j, c]];
+                }
+                assert!((got - want).abs() < 1e-13, "{is_gated} {has_biases}: {got} {want}");
+            }
+            let single = block.forward(&x.slice(s![1, .., ..])).unwrap();
+            assert_eq!(single, y.slice(s![1, .., ..]));
+        }
+    }
+
+    #[test]
+    fn gradients_are_slopes() {
+        const STEP: f64 = 1e-5;
+        let (x, d_y) = (numbers::<Ix3>(7, (2, 3, 5)), numbers::<Ix3>(8, (2, 3, 5)));
+        for activation in ALL {
+            for (is_gated, has_biases) in [(false, false), (false, true), (true, false), (true, true)] {
+                let weights = weights(is_gated, has_biases);
+                let loss = |x: &Array3<f64>, weights: &FeedForwardWeights<f64>| {
+                    (FeedForward::new(weights.clone(), activation).unwrap().forward(x).unwrap() * &d_y).sum()
+                };
+                let block = FeedForward::new(weights.clone(), activation).unwrap();
+                let FeedForwardGradients { d_x, weights: mut d_weights } = block.backward(&x, &d_y).unwrap();
+                let check = |name: &str, got: f64, above: f64, below: f64| {
+                    let want = (above - below) / (2.0 * STEP);
+                    assert!((got - want).abs() < 1e-8, "{activation:?} {is_gated} {has_biases} {name}: {got} {want}");
+                };
+                for (index, &d) in d_x.indexed_iter() {
+                    let moved = |step: f64| {
+                        let mut x = x.clone();
+                        x[index] += step;
+                        loss(&x, &weights)
+                    };
+                    check("x", d, moved(STEP), moved(-STEP));
+                }
+                for (array, (name, gradient)) in arrays(&mut d_weights).into_iter().enumerate() {
+                    for (index, d) in gradient.into_iter().enumerate() {
+                        let moved = |step: f64| {
+                            let mut weights = weights.clone();
+                            *arrays(&mut weights)[array].1[index] += step;
+                            loss(&x, &weights)
+                        };
+                        check(name, *d, moved(STEP), moved(-STEP));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_no_bit() {
+        let single = |array: Array2<f64>| array.mapv(|x| x as f32);
+        let weights = FeedForwardWeights {
+            w_gate: Some(single(numbers(3, (64, 200)))),
+            ..FeedForwardWeights::new(single(numbers(1, (64, 200))), single(numbers(2, (200, 64))))
+        };
+        let block = FeedForward::new(weights, Activation::Gelu).unwrap();
+        let x = numbers::<Ix3>(7, (2, 300, 64)).mapv(|x| x as f32);
+        let on = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| (block.forward(&x).unwrap(), block.backward(&x, &x).unwrap()))
+        };
+        let want = on(1);
+        assert!(on(2) == want && on(3) == want);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let refused = |change: &dyn Fn(&mut FeedForwardWeights<f64>)| {
+            let mut weights = weights(true, true);
+            change(&mut weights);
+            FeedForward::new(weights, Activation::Relu).unwrap_err().to_string()
+        };
+        assert_eq!(refused(&|w| w.b_in = Some(Array1::zeros(6))), "b_in: expected [width] = [7], got [6]");
+        assert_eq!(refused(&|w| w.w_gate = None), "b_gate: expected [width of w_gate] = [0], got [7]");
+        let gate = "w_gate: expected [d_model, width] = [5, 7], got [7, 5]";
+        assert_eq!(refused(&|w| w.w_gate = Some(Array2::zeros((7, 5)))), gate);
+        let block = FeedForward::new(weights(true, true), Activation::Relu).unwrap();
+        assert!(block.forward(&Array3::zeros((2, 3, 4))).is_err());
+        assert!(block.backward(&Array3::zeros((2, 3, 5)), &Array3::zeros((2, 4, 5))).is_err());
+        assert_eq!(block.forward(&Array3::zeros((0, 3, 5))).unwrap().shape(), [0, 3, 5]);
+    }
+}

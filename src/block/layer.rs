@@ -1,0 +1,317 @@
+//! An encoder or decoder layer: attention, cross-attention if there is any, and the feed-forward block, each with a norm and
+//! a residual. The formulas stand in [`crate::block`].
+
+use ndarray::{Array, Array3, ArrayRef, ArrayRef3, Axis};
+
+use super::call::Call;
+use super::feed_forward::{self, FeedForward};
+use super::norm::{Norm, copied};
+use crate::attention::{Options, Workspace};
+use crate::cache::KvCache;
+use crate::element::{Element, reused};
+use crate::error::{Error, Result, check_shape};
+use crate::mask::Mask;
+use crate::mha::{CAUSAL, Inputs, MultiHeadAttention, Sequence};
+
+/// The norms of attention and feed-forward, and where they stand: see [`crate::block`] for the formulas.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Norms<T> {
+    /// Before each part: GPT-2, LLaMA, ViT, T5.
+    #[doc(alias = "norm_first")]
+    Pre {
+        /// Before attention.
+        attention: Norm<T>,
+        /// Before the feed-forward block.
+        feed_forward: Norm<T>,
+    },
+    /// After each part and its residual: the first Transformer, BERT, DETR.
+    Post {
+        /// After attention.
+        attention: Norm<T>,
+        /// After the feed-forward block.
+        feed_forward: Norm<T>,
+    },
+    /// Both parts read the same tokens: GPT-NeoX, Falcon.
+    #[doc(alias = "use_parallel_residual")]
+    #[doc(alias = "parallel_attn")]
+    Parallel {
+        /// Before attention.
+        attention: Norm<T>,
+        /// Before the feed-forward block; `None` is that of attention, as Falcon 7B and GPT-J have it.
+        feed_forward: Option<Norm<T>>,
+    },
+}
+
+/// An encoder or decoder layer: attention and feed-forward with norms and residuals, cross-attention between them if there
+/// is any.
+///
+/// ```
+/// use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
+/// use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+///
+/// let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+/// let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+/// let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+/// let norm = || Norm::layer(Array1::ones(16), Some(Array1::zeros(16)), 1e-5);
+/// let block = Block::new(attention, feed_forward, Norms::Pre { attention: norm()?, feed_forward: norm()? })?;
+///
+/// let causal = Mask::causal();
+/// let y = block.forward(&Array3::ones((2, 5, 16)), &Call::new().mask(&causal))?;
+/// assert_eq!(y.shape(), [2, 5, 16]);
+/// # Ok::<(), multihead::Error>(())
+/// ```
+#[doc(alias = "EncoderLayer")]
+#[doc(alias = "DecoderLayer")]
+#[doc(alias = "TransformerEncoderLayer")]
+#[doc(alias = "TransformerDecoderLayer")]
+#[derive(Debug, Clone, PartialEq)]
+pub struct Block<T> {
+    attention: MultiHeadAttention<T>,
+    cross: Option<(MultiHeadAttention<T>, Norm<T>)>,
+    feed_forward: FeedForward<T>,
+    norms: Norms<T>,
+}
+
+/// What a block keeps of the tokens that it has seen.
+#[derive(Debug)]
+pub struct BlockCache<T: Element> {
+    /// Keys and values of its tokens. A ring will do where the mask is a window.
+    pub tokens: KvCache<T>,
+    /// Keys and values of the memory, where there is cross-attention.
+    pub memory: Option<KvCache<T>>,
+}
+
+/// Memory that blocks of one stack share.
+#[derive(Debug, Default)]
+pub(super) struct Room<T> {
+    workspace: Workspace<T>,
+    feed_forward: feed_forward::Room<T>,
+    normed: Vec<T>,
+    update: Vec<T>,
+}
+
+/// What a block does between a norm and a residual: reads tokens and fills an array of their shape.
+type Part<'r, T> = dyn FnMut(&Array3<T>, &mut Array3<T>) -> Result<()> + 'r;
+
+impl<T: Element> Block<T> {
+    /// A block without cross-attention.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the parts have different widths.
+    ///
+    /// ```
+    /// use multihead::block::{Activation, Block, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// use multihead::{ndarray::{Array1, Array2}, MultiHeadAttention};
+    /// let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(8), 1e-6)?, feed_forward: None };
+    /// let error = Block::new(attention, FeedForward::new(weights, Activation::Gelu)?, norms).unwrap_err();
+    /// assert_eq!(error.to_string(), "norm of attention: expected [d_model] = [16], got [8]");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn new(attention: MultiHeadAttention<T>, feed_forward: FeedForward<T>, norms: Norms<T>) -> Result<Self> {
+        let d_model = attention.config().d_model;
+        let (first, second) = match &norms {
+            Norms::Pre { attention, feed_forward } | Norms::Post { attention, feed_forward } => {
+                (attention, Some(feed_forward))
+            }
+            Norms::Parallel { attention, feed_forward } => (attention, feed_forward.as_ref()),
+        };
+        let width = |name, width: usize| check_shape(name, "[d_model]", [Some(d_model)], &[width]);
+        width("norm of attention", first.d_model())?;
+        width("norm of feed_forward", second.map_or(d_model, Norm::d_model))?;
+        width("feed_forward", feed_forward.d_model())?;
+        // Keys and values come from the tokens themselves.
+        width("k_dim of attention", attention.config().k_dim)?;
+        width("v_dim of attention", attention.config().v_dim)?;
+        Ok(Self { attention, cross: None, feed_forward, norms })
+    }
+
+    /// Puts cross-attention with its norm between attention and feed-forward.
+    ///
+    /// ```
+    /// use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// use multihead::{ndarray::{Array1, Array2, Array3}, MultiHeadAttention};
+    /// let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// let cross = MultiHeadAttention::<f32>::builder(16, 4).k_dim(24).build()?;
+    /// let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// let norm = || Norm::rms(Array1::ones(16), 1e-6);
+    /// let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
+    /// let block = Block::new(attention, FeedForward::new(weights, Activation::Relu)?, norms)?.cross(cross, norm()?)?;
+    /// let (x, memory) = (Array3::ones((2, 5, 16)), Array3::ones((2, 9, 24)));
+    /// assert_eq!(block.forward(&x, &Call::new().memory(&memory))?.shape(), [2, 5, 16]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for other widths than that of the block; [`Error::Value`] for a parallel block, and if the widths
+    /// of the memory's keys and values differ.
+    pub fn cross(mut self, attention: MultiHeadAttention<T>, norm: Norm<T>) -> Result<Self> {
+        let d_model = self.d_model();
+        let width = |name, width: usize| check_shape(name, "[d_model]", [Some(d_model)], &[width]);
+        width("cross", attention.config().d_model)?;
+        width("norm of cross", norm.d_model())?;
+        if attention.config().k_dim != attention.config().v_dim {
+            return Err(Error::value("v_dim of cross", "k_dim, since both read the memory", attention.config().v_dim));
+        }
+        if matches!(self.norms, Norms::Parallel { .. }) {
+            return Err(Error::value("cross", "norms before or after each part", "parallel parts"));
+        }
+        self.cross = Some((attention, norm));
+        Ok(self)
+    }
+
+    /// The width of a token.
+    ///
+    /// See [`Block`] for an example.
+    pub fn d_model(&self) -> usize {
+        self.attention.config().d_model
+    }
+
+    /// Its self-attention.
+    ///
+    /// See [`Block`] for an example.
+    pub fn attention(&self) -> &MultiHeadAttention<T> {
+        &self.attention
+    }
+
+    /// `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape. [`Block`] shows an example.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for arrays that do not fit the block or each other, [`Error::Value`] if there is cross-attention
+    /// and no memory or the other way round, and what [`MultiHeadAttention::attend`] refuses.
+    pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, call: &Call<'_, T>) -> Result<Array<T, D>> {
+        let x = D::batched(x);
+        call.check(x)?;
+        check_shape("x", "[batch, len, d_model]", [None, None, Some(self.d_model())], x.shape())?;
+        let mut tokens = copied("x", x)?;
+        self.run(&mut tokens, call, None, &mut Room::default())?;
+        Ok(D::unbatched(tokens))
+    }
+
+    /// Empty caches for `capacity` tokens in each of `batch` entries, and of `memory` tokens of the encoder.
+    pub(super) fn cache(&self, batch: usize, capacity: usize) -> Result<BlockCache<T>> {
+        Ok(BlockCache { tokens: self.attention.cache(batch, capacity)?, memory: None })
+    }
+
+    /// Puts what the memory gives to cross-attention into a new cache.
+    pub(super) fn cache_memory(&self, call: &Call<'_, T>) -> Result<Option<KvCache<T>>> {
+        let Some((cross, _)) = &self.cross else { return Ok(None) };
+        let Some(memory) = call.memory else { return Err(no_memory()) };
+        let mut cache = cross.cache(memory.len_of(Axis(0)), memory.len_of(Axis(1)))?;
+        let key = call.memory_key(memory)?;
+        cross.cache_key_value([key.as_ref().map_or(memory, |key| key.view()), memory], &mut cache)?;
+        Ok(Some(cache))
+    }
+
+    /// Checks all that a step could get wrong, since a stack that stops half-way would have half of its caches longer.
+    pub(super) fn check_decode(&self, x: &Array3<T>, call: &Call<'_, T>, cache: &mut BlockCache<T>) -> Result<()> {
+        let inputs = Inputs::new(x);
+        self.attention.check_decode(&inputs, &mut cache.tokens, &step(call))?;
+        match (&self.cross, &cache.memory) {
+            (Some((cross, _)), Some(memory)) => cross.check_reads(&inputs, memory, &masked(call.memory_mask)),
+            (Some(_), None) => Err(no_memory()),
+            (None, Some(_)) => Err(unread_memory()),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// The walk through the block, in place. `x` is in standard layout.
+    pub(super) fn run(
+        &self,
+        x: &mut Array3<T>,
+        call: &Call<'_, T>,
+        mut cache: Option<&mut BlockCache<T>>,
+        room: &mut Room<T>,
+    ) -> Result<()> {
+        if cache.is_none() && self.cross.is_none() && call.memory.is_some() {
+            return Err(unread_memory());
+        }
+        let Room { workspace, feed_forward, normed, update } = room;
+        let array = |name, memory: &mut Vec<T>| reused(name, "[batch, len, d_model]", x.dim(), std::mem::take(memory));
+        let (mut input, mut output) = (array("normed", normed)?, array("update", update)?);
+        let mut attend = |input: &Array3<T>, output: &mut Array3<T>, workspace: &mut Workspace<T>| {
+            let placed = call.of_tokens(input.view())?;
+            match &mut cache {
+                Some(cache) => {
+                    let cache = &mut cache.tokens;
+                    self.attention.decode_with_into(&placed.inputs(), cache, &step(call), output, workspace)
+                }
+                None => {
+                    let options = masked(call.mask);
+                    self.attention.attend_into(&placed.inputs(), &options, output, workspace)
+                }
+            }
+        };
+        match &self.norms {
+            Norms::Parallel { attention, feed_forward: second } => {
+                input.assign(x);
+                attention.apply(&mut input);
+                attend(&input, &mut output, workspace)?;
+                if let Some(norm) = second {
+                    input.assign(x);
+                    norm.apply(&mut input);
+                }
+                *x += &output;
+                self.feed_forward.run(input.view(), output.view_mut(), feed_forward)?;
+                *x += &output;
+            }
+            Norms::Pre { attention, feed_forward: second } | Norms::Post { attention, feed_forward: second } => {
+                let is_pre = matches!(self.norms, Norms::Pre { .. });
+                let mut part = |norm: &Norm<T>, run: &mut Part<'_, T>| {
+                    if is_pre {
+                        input.assign(x);
+                        norm.apply(&mut input);
+                        run(&input, &mut output)?;
+                        *x += &output;
+                    } else {
+                        run(x, &mut output)?;
+                        *x += &output;
+                        norm.apply(x);
+                    }
+                    Ok(())
+                };
+                part(attention, &mut |input, output| attend(input, output, workspace))?;
+                if let Some((cross, norm)) = &self.cross {
+                    let options = masked(call.memory_mask);
+                    part(norm, &mut |input, output| match cache.as_ref().map(|cache| &cache.memory) {
+                        Some(Some(memory)) => {
+                            let placed = call.of_tokens(input.view())?;
+                            cross.decode_cross_into(&placed.query(), memory, &options, output, workspace)
+                        }
+                        Some(None) => Err(no_memory()),
+                        None => {
+                            let memory = call.memory.ok_or_else(no_memory)?;
+                            let (placed, key) = (call.of_tokens(input.view())?, call.memory_key(memory)?);
+                            let key: &ArrayRef3<T> = key.as_deref().unwrap_or(&memory);
+                            cross.attend_into(&placed.query().key_value(key, &memory), &options, output, workspace)
+                        }
+                    })?;
+                }
+                part(second, &mut |input, output| {
+                    self.feed_forward.run(input.view(), output.view_mut(), feed_forward)
+                })?;
+            }
+        }
+        *normed = input.into_raw_vec_and_offset().0;
+        *update = output.into_raw_vec_and_offset().0;
+        Ok(())
+    }
+}
+
+/// The options of self-attention in decoding.
+fn step<'a, T: Element>(call: &Call<'a, T>) -> Options<'a, T> {
+    masked(call.mask.or(Some(&CAUSAL)))
+}
+
+fn masked<'a, T: Element>(mask: Option<&'a Mask>) -> Options<'a, T> {
+    mask.map_or_else(Options::new, |mask| Options::new().mask(mask))
+}
+
+fn no_memory() -> Error {
+    Error::value("memory", "what cross-attention reads", "none")
+}
+
+fn unread_memory() -> Error {
+    Error::value("memory", "cross-attention that reads it", "a block without")
+}

@@ -1,0 +1,32 @@
+//! What surrounds attention in a Transformer: norms, feed-forward blocks, residuals, and stacks of all that.
+//!
+//! ```text
+//! Norms::Post      x = norm(x + attention(x));  x = norm(x + cross(x, memory));  x = norm(x + feed_forward(x))
+//! Norms::Pre       x += attention(norm(x));     x += cross(norm(x), memory);     x += feed_forward(norm(x))
+//! Norms::Parallel  x += attention(norm(x)) + feed_forward(norm(x))
+//! ```
+//!
+//! | you want | look at |
+//! | --- | --- |
+//! | LayerNorm, RMSNorm | [`Norm::layer`], [`Norm::rms`] |
+//! | two products with GELU, ReLU or SiLU between them, SwiGLU | [`FeedForward`] |
+//! | an encoder or decoder layer | [`Block`] |
+//! | many of them, with caches | [`Stack`] |
+//!
+//! Tokens are `[batch, len, d_model]` or `[len, d_model]`. Embeddings and heads of models are the caller's: a row of a
+//! table and a product. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
+
+mod activation;
+mod call;
+mod feed_forward;
+mod layer;
+mod norm;
+mod stack;
+
+pub use activation::Activation;
+pub(crate) use activation::{Part, activate};
+pub use call::Call;
+pub use feed_forward::{FeedForward, FeedForwardGradients, FeedForwardWeights};
+pub use layer::{Block, BlockCache, Norms};
+pub use norm::{Norm, NormGradients};
+pub use stack::Stack;

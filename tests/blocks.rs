@@ -1,0 +1,243 @@
+//! Blocks and stacks are what their formulas say: put together from their parts by hand, with and without caches.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+use multihead::ndarray::{Array, Array2, Array3, Dimension, IntoDimension, s};
+use multihead::{Inputs, Mask, MultiHeadAttention, Options, Rope, RopeStyle};
+
+const D_MODEL: usize = 12;
+
+/// Numbers without a pattern, between -1 and 1.
+fn numbers<D: Dimension>(seed: u64, shape: impl IntoDimension<Dim = D>) -> Array<f64, D> {
+    let mut state = seed;
+    Array::from_shape_simple_fn(shape.into_dimension(), || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f64 / f64::from(1 << 23) - 1.0
+    })
+}
+
+fn norm(seed: u64) -> Norm<f64> {
+    Norm::layer(numbers(seed, D_MODEL), Some(numbers(seed + 50, D_MODEL)), 1e-5).unwrap()
+}
+
+fn attention(seed: u64) -> MultiHeadAttention<f64> {
+    let rope = Rope::new(RopeStyle::HalfSplit, 100.0);
+    MultiHeadAttention::builder(D_MODEL, 3).num_kv_heads(1).bias().rope(rope).seed(seed).build().unwrap()
+}
+
+fn cross(seed: u64) -> MultiHeadAttention<f64> {
+    MultiHeadAttention::builder(D_MODEL, 2).k_dim(7).seed(seed).build().unwrap()
+}
+
+fn feed_forward(seed: u64) -> FeedForward<f64> {
+    let weights = FeedForwardWeights {
+        w_gate: Some(numbers(seed + 1, (D_MODEL, 20))),
+        b_out: Some(numbers(seed + 2, D_MODEL)),
+        ..FeedForwardWeights::new(numbers(seed + 3, (D_MODEL, 20)), numbers(seed + 4, (20, D_MODEL)))
+    };
+    FeedForward::new(weights, Activation::Silu).unwrap()
+}
+
+/// The form of a block, and whether it has cross-attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    Pre,
+    Post,
+    Parallel,
+    ParallelShared,
+}
+
+const FORMS: [Form; 4] = [Form::Pre, Form::Post, Form::Parallel, Form::ParallelShared];
+
+fn block(form: Form, seed: u64, has_cross: bool) -> Block<f64> {
+    let (attention_norm, feed_forward_norm) = (norm(seed + 1), norm(seed + 2));
+    let norms = match form {
+        Form::Pre => Norms::Pre { attention: attention_norm, feed_forward: feed_forward_norm },
+        Form::Post => Norms::Post { attention: attention_norm, feed_forward: feed_forward_norm },
+        Form::Parallel => Norms::Parallel { attention: attention_norm, feed_forward: Some(feed_forward_norm) },
+        Form::ParallelShared => Norms::Parallel { attention: attention_norm, feed_forward: None },
+    };
+    let block = Block::new(attention(seed), feed_forward(seed + 10), norms).unwrap();
+    if has_cross { block.cross(cross(seed + 4), norm(seed + 3)).unwrap() } else { block }
+}
+
+/// The same by hand.
+fn plain(form: Form, seed: u64, x: &Array3<f64>, memory: Option<&Array3<f64>>, mask: &Mask) -> Array3<f64> {
+    let (n1, n2) = (norm(seed + 1), norm(seed + 2));
+    let attend = |x: &Array3<f64>| attention(seed).forward(x, mask).unwrap();
+    let feed = |x: &Array3<f64>| feed_forward(seed + 10).forward(x).unwrap();
+    let read = |x: &Array3<f64>| memory.map(|memory| cross(seed + 4).forward_cross(x, memory, &Mask::none()).unwrap());
+    let of = |norm: &Norm<f64>, x: &Array3<f64>| norm.forward(x).unwrap();
+    match form {
+        Form::Pre => {
+            let x = x + attend(&of(&n1, x));
+            let x = read(&of(&norm(seed + 3), &x)).map_or(x.clone(), |read| x + read);
+            &x + feed(&of(&n2, &x))
+        }
+        Form::Post => {
+            let x = of(&n1, &(x + attend(x)));
+            let x = read(&x).map_or(x.clone(), |read| of(&norm(seed + 3), &(&x + read)));
+            of(&n2, &(&x + feed(&x)))
+        }
+        Form::Parallel => x + attend(&of(&n1, x)) + feed(&of(&n2, x)),
+        Form::ParallelShared => x + attend(&of(&n1, x)) + feed(&of(&n1, x)),
+    }
+}
+
+fn assert_close(got: &Array3<f64>, want: &Array3<f64>, what: &str) {
+    assert_eq!(got.shape(), want.shape(), "{what}");
+    let gap =
+        (got - want).iter().fold(0.0, |most: f64, gap| if gap.is_nan() { f64::INFINITY } else { most.max(gap.abs()) });
+    assert!(gap < 1e-12, "{what}: {gap:e}");
+}
+
+#[test]
+fn blocks_are_what_the_formulas_say() {
+    let (x, memory) = (numbers(7, (2, 5, D_MODEL)), numbers(8, (2, 4, 7)));
+    for mask in [Mask::none(), Mask::causal(), Mask::causal() & Mask::last_n(2)] {
+        for form in FORMS {
+            let what = format!("{form:?} {mask}");
+            let got = block(form, 1, false).forward(&x, &Call::new().mask(&mask)).unwrap();
+            assert_close(&got, &plain(form, 1, &x, None, &mask), &what);
+            if [Form::Pre, Form::Post].contains(&form) {
+                let call = Call::new().mask(&mask).memory(&memory);
+                let got = block(form, 1, true).forward(&x, &call).unwrap();
+                assert_close(&got, &plain(form, 1, &x, Some(&memory), &mask), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_without_a_batch_and_of_any_strides_give_the_same() {
+    let wide = numbers(7, (2, 5, 2 * D_MODEL));
+    let x = wide.slice(s![.., ..;-1, ..;2]);
+    let block = block(Form::Pre, 1, false);
+    let want = block.forward(&x.to_owned(), &Call::new()).unwrap();
+    assert_eq!(block.forward(&x, &Call::new()).unwrap(), want);
+    assert_eq!(block.forward(&x.slice(s![1, .., ..]), &Call::new()).unwrap(), want.slice(s![1, .., ..]));
+    assert_eq!(block.forward(&Array3::zeros((0, 5, D_MODEL)), &Call::new()).unwrap().shape(), [0, 5, D_MODEL]);
+}
+
+#[test]
+fn positions_are_added_to_queries_and_keys_only() {
+    let (x, places) = (numbers(7, (2, 5, D_MODEL)), numbers(9, (2, 5, D_MODEL)));
+    let (memory, memory_places) = (numbers(8, (2, 4, 7)), numbers(10, (2, 4, 7)));
+    let block = block(Form::Post, 1, true);
+    let call = Call::new().positions(&places).memory(&memory).memory_positions(&memory_places);
+    let got = block.forward(&x, &call).unwrap();
+
+    let placed = &x + &places;
+    let own = attention(1).attend(&Inputs::new(&placed).key_value(&placed, &x), &Options::new()).unwrap().output;
+    let x = norm(2).forward(&(&x + own)).unwrap();
+    let inputs = &x + &places;
+    let key = &memory + &memory_places;
+    let read = cross(5).attend(&Inputs::new(&inputs).key_value(&key, &memory), &Options::new()).unwrap().output;
+    let x = norm(4).forward(&(&x + read)).unwrap();
+    let want = norm(3).forward(&(&x + feed_forward(11).forward(&x).unwrap())).unwrap();
+    assert_close(&got, &want, "positions");
+}
+
+fn stack(form: Form, has_cross: bool) -> Stack<f64> {
+    Stack::new(vec![block(form, 1, has_cross), block(form, 30, has_cross)], Some(norm(90))).unwrap()
+}
+
+#[test]
+fn caches_change_nothing() {
+    let (x, memory) = (numbers(7, (2, 9, D_MODEL)), numbers(8, (2, 4, 7)));
+    let window = Mask::causal() & Mask::last_n(3);
+    let padding = Mask::key_lengths(&[4, 2]);
+    for (form, has_cross) in FORMS.map(|form| (form, false)).into_iter().chain([(Form::Pre, true), (Form::Post, true)])
+    {
+        for mask in [None, Some(&window)] {
+            let stack = stack(form, has_cross);
+            let causal = Mask::causal();
+            let mut call = Call::new().mask(mask.unwrap_or(&causal)).memory_mask(&padding);
+            let steps = mask.map_or(Call::new(), |mask| Call::new().mask(mask)).memory_mask(&padding);
+            let mut caches = stack.cache(2, 9).unwrap();
+            if has_cross {
+                call = call.memory(&memory);
+                stack.cache_memory(&Call::new().memory(&memory), &mut caches).unwrap();
+            }
+            let want = stack.forward(&x, &call).unwrap();
+            let mut got = Array3::zeros(x.dim());
+            for part in [0..4, 4..5, 5..6, 6..9] {
+                let part = s![.., part, ..];
+                got.slice_mut(part).assign(&stack.decode(&x.slice(part), &steps, &mut caches).unwrap());
+            }
+            assert_close(&got, &want, &format!("{form:?} {has_cross} {mask:?}"));
+        }
+    }
+}
+
+#[test]
+fn a_failed_step_leaves_all_caches_as_they_were() {
+    let stack = stack(Form::Pre, true);
+    let (x, memory) = (numbers(7, (2, 3, D_MODEL)), numbers(8, (2, 4, 7)));
+    let mut caches = stack.cache(2, 4).unwrap();
+    let refused = |caches: &mut Vec<_>, x: &Array3<f64>, call: &Call<'_, f64>| {
+        stack.decode(x, call, caches).unwrap_err().to_string()
+    };
+    assert_eq!(refused(&mut caches, &x, &Call::new()), "memory: expected what cross-attention reads, got none");
+    stack.cache_memory(&Call::new().memory(&memory), &mut caches).unwrap();
+    stack.decode(&x, &Call::new(), &mut caches).unwrap();
+    // The second block alone is full.
+    caches[0] = stack.cache(2, 9).unwrap().remove(0);
+    let mut other = stack.cache(2, 9).unwrap();
+    stack.cache_memory(&Call::new().memory(&memory), &mut other).unwrap();
+    caches[0].memory = other.remove(0).memory;
+    assert!(refused(&mut caches, &x, &Call::new()).starts_with("cache[0]: expected at most capacity = 4 tokens"));
+    assert_eq!((caches[0].tokens.len(), caches[1].tokens.len()), (0, 3));
+    let wrong = Array3::zeros((2, 3, D_MODEL + 1));
+    assert!(refused(&mut caches, &wrong, &Call::new()).starts_with("x: expected [batch, len, d_model] = [_, _, 12]"));
+    let places = Array3::zeros((2, 1, D_MODEL));
+    let text = refused(&mut caches, &x, &Call::new().positions(&places));
+    assert!(text.starts_with("positions: expected"), "{text}");
+    caches.pop();
+    assert_eq!(refused(&mut caches, &x, &Call::new()), "caches: expected [blocks] = [2], got [1]");
+}
+
+#[test]
+fn parts_that_do_not_fit_are_refused() {
+    let narrow = Norm::rms(numbers(1, 5), 1e-6).unwrap();
+    let norms = Norms::Pre { attention: norm(1), feed_forward: narrow.clone() };
+    let text = Block::new(attention(1), feed_forward(1), norms).unwrap_err().to_string();
+    assert_eq!(text, "norm of feed_forward: expected [d_model] = [12], got [5]");
+    let weights = FeedForwardWeights::new(Array2::zeros((5, 8)), Array2::zeros((8, 5)));
+    let norms = Norms::Pre { attention: norm(1), feed_forward: norm(2) };
+    let other = FeedForward::new(weights, Activation::Gelu).unwrap();
+    assert!(Block::new(attention(1), other, norms.clone()).is_err());
+    assert!(Block::new(cross(1), feed_forward(1), norms).is_err());
+    assert!(block(Form::Parallel, 1, false).cross(cross(1), norm(1)).is_err());
+    assert!(block(Form::Pre, 1, false).cross(cross(1), narrow.clone()).is_err());
+    assert!(Stack::new(vec![block(Form::Pre, 1, false)], Some(narrow)).is_err());
+
+    let (x, memory) = (numbers(7, (2, 3, D_MODEL)), numbers(8, (2, 4, 7)));
+    let unread = block(Form::Pre, 1, false).forward(&x, &Call::new().memory(&memory)).unwrap_err().to_string();
+    assert_eq!(unread, "memory: expected cross-attention that reads it, got a block without");
+    let missing = block(Form::Pre, 1, true).forward(&x, &Call::new()).unwrap_err().to_string();
+    assert_eq!(missing, "memory: expected what cross-attention reads, got none");
+    let places = Array3::zeros((2, 4, 7));
+    let lonely = block(Form::Pre, 1, true).forward(&x, &Call::new().memory_positions(&places)).unwrap_err().to_string();
+    assert_eq!(lonely, "memory_positions: expected a memory that they belong to, got none");
+}
+
+#[test]
+fn threads_change_no_bit() {
+    let x = numbers(7, (2, 200, D_MODEL)).mapv(|x| x as f32);
+    let attention = MultiHeadAttention::<f32>::builder(D_MODEL, 3).seed(1).build().unwrap();
+    let weights = FeedForwardWeights::new(
+        numbers(3, (D_MODEL, 400)).mapv(|x| x as f32),
+        numbers(4, (400, D_MODEL)).mapv(|x| x as f32),
+    );
+    let norm = || Norm::rms(numbers(1, D_MODEL).mapv(|x| x as f32), 1e-6).unwrap();
+    let feed_forward = FeedForward::new(weights, Activation::Gelu).unwrap();
+    let block = Block::new(attention, feed_forward, Norms::Pre { attention: norm(), feed_forward: norm() }).unwrap();
+    let on = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| block.forward(&x, &Call::new().mask(&Mask::causal())).unwrap())
+    };
+    let want = on(1);
+    assert!(on(2) == want && on(4) == want);
+}
