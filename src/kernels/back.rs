@@ -134,6 +134,10 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
                     }
                     if a.softcap.is_some() {
                         d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
+                        if MASKED {
+                            // The slope of a hidden pair is what its product was, NaN included.
+                            d_x = s.select(seen, d_x, s.zero());
+                        }
                     }
                     let size = s.max(s.sub(s.zero(), d_x), d_x);
                     s.store(p.add(key), kept);
@@ -227,5 +231,163 @@ impl<T: Real> Kernels<T> {
             });
         }
         visible
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::dropout::{Dropped, Drops, RowKey};
+    use crate::kernels::testing::{Numbers, at_every_level, nans, real, wide};
+
+    /// What a call of the kernel is given beyond the products.
+    struct Case<T> {
+        panels: Range<usize>,
+        visible: Option<[u64; MAX_ROWS]>,
+        bias: Option<Vec<T>>,
+        softcap: Option<T>,
+        drops: Option<Drops<T>>,
+    }
+
+    impl<T: Real> Case<T> {
+        fn plain() -> Self {
+            Self { panels: 0..KEYS / PANEL, visible: None, bias: None, softcap: None, drops: None }
+        }
+
+        fn sees(&self, row: usize, key: usize) -> bool {
+            self.panels.contains(&(key / PANEL))
+                && self.visible.is_none_or(|visible| visible[row] >> key & 1 == 1)
+                && self.bias.as_ref().is_none_or(|bias| bias[row * KEYS + key] != T::neg_infinity())
+        }
+
+        /// Runs the kernel on random products and compares with the formulas in `f64`. What is hidden is NaN at first.
+        fn check(&self, kernels: &Kernels<T>, rows: usize) {
+            let mut numbers = Numbers::new(rows as u64 + 17);
+            let factor = real::<T>(-0.7);
+            let mut fill = |size: f64| -> Vec<T> {
+                let mut x = numbers.vec::<T>(rows * KEYS);
+                x.iter_mut().for_each(|x| *x = *x * real(size));
+                (0..x.len()).filter(|&at| !self.sees(at / KEYS, at % KEYS)).for_each(|at| x[at] = T::nan());
+                x
+            };
+            let (products, d_products) = (fill(5.0), fill(2.0));
+            let (lse, delta) = (numbers.vec::<T>(rows), numbers.vec::<T>(rows));
+            let row_keys: Vec<RowKey> = (0..rows).map(|_| RowKey::new(numbers.word())).collect();
+            let (mut p, mut d) = (products.clone(), d_products.clone());
+            let tile = || nans::<T>(MAX_ROWS * KEYS);
+            let (mut slope, mut z, mut d_scores) = (tile(), tile(), tile());
+            let mut room = BackRoom { slope: &mut slope, z: &mut z, d_scores: &mut d_scores };
+            let scoring = Scoring {
+                visible: self.visible.as_ref().map(|visible| &visible[..]),
+                bias: self.bias.as_deref(),
+                softcap: self.softcap,
+                factor,
+                dropout: self.drops.map(|drops| Dropped { keys: &row_keys, first: 128, drops }),
+            };
+            let mut group = BackGroup { rows, p: &mut p, d: &mut d, lse: &lse, delta: &delta };
+            let seen = kernels.back(&mut group, self.panels.clone(), &scoring, &mut room);
+
+            for at in 0..rows * KEYS {
+                let (row, key) = (at / KEYS, at % KEYS);
+                assert_eq!(seen[row] >> key & 1 == 1, self.sees(row, key), "row {row}, key {key}");
+                if !self.sees(row, key) {
+                    assert_eq!((p[at], d[at]), (T::zero(), T::zero()), "row {row}, key {key} is hidden");
+                    continue;
+                }
+                let (mut score, mut slope) = (wide(products[at]) * wide(factor), 1.0);
+                if let Some(cap) = self.softcap.map(wide) {
+                    let bounded = (score / cap).tanh();
+                    (score, slope) = (cap * bounded, 1.0 - bounded * bounded);
+                }
+                score += self.bias.as_ref().map_or(0.0, |bias| wide(bias[at]));
+                let kept = self.drops.map_or(1.0, |drops| match row_keys[row].word(128 + key) <= drops.last {
+                    true => 0.0,
+                    false => wide(drops.factor),
+                });
+                let weight = (score - wide(lse[row])).exp();
+                let d_score = weight * (kept * wide(d_products[at]) - wide(delta[row]));
+                let size = weight * (kept * wide(d_products[at]).abs() + wide(delta[row]).abs());
+                for (name, got, want, size) in [
+                    ("p", p[at], kept * weight, kept * weight),
+                    ("d", d[at], d_score * slope, size),
+                    ("d_scores", d_scores[at], d_score, size),
+                ] {
+                    let error = (wide(got) - want).abs();
+                    let bound = 40.0 * wide(T::epsilon()) * size;
+                    assert!(error <= bound, "{name}, row {row}, key {key}: {got:?}, not {want}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_are_those_of_the_formula() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let mut numbers = Numbers::new(4);
+            let visible = || Some([0x5555_3333_0F0F_00FF, u64::MAX, 0, 1, 1 << 63, 0xFFFF_0000]);
+            let mut biased = || {
+                let mut bias = numbers.vec::<T>(MAX_ROWS * KEYS);
+                bias.iter_mut().step_by(7).for_each(|bias| *bias = T::neg_infinity());
+                Some(bias)
+            };
+            let drops = Some(Drops { last: u32::MAX / 3, factor: real(1.5) });
+            let softcap = Some(real(2.5));
+            let cases: [Case<T>; 9] = [
+                Case::plain(),
+                Case { panels: 1..3, ..Case::plain() },
+                Case { panels: 2..2, ..Case::plain() },
+                Case { visible: visible(), ..Case::plain() },
+                Case { visible: visible(), panels: 0..2, ..Case::plain() },
+                Case { bias: biased(), ..Case::plain() },
+                Case { softcap, drops, ..Case::plain() },
+                Case { drops, visible: visible(), ..Case::plain() },
+                Case { panels: 1..4, visible: visible(), bias: biased(), softcap, drops },
+            ];
+            for case in &cases {
+                for rows in [0, 1, 5, MAX_ROWS] {
+                    case.check(kernels, rows);
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn gradients_are_normal_numbers_or_zero() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            // Probabilities from the smallest normal number on, and gradients of an eighth of them.
+            let smallest = T::min_positive_value();
+            let lse: Vec<T> = (0..6).map(|row| -smallest.ln() - real(f64::from(row))).collect();
+            let (mut p, mut d) = (vec![T::zero(); 6 * KEYS], vec![real::<T>(0.125); 6 * KEYS]);
+            let mut group = BackGroup { rows: 6, p: &mut p, d: &mut d, lse: &lse, delta: &[T::zero(); 6] };
+            let scoring = Scoring { visible: None, bias: None, softcap: None, factor: T::one(), dropout: None };
+            let mut room = BackRoom { slope: &mut [], z: &mut [], d_scores: &mut [] };
+            kernels.back(&mut group, 0..4, &scoring, &mut room);
+            assert!(p.iter().chain(&d).all(|&x| x == T::zero() || x >= smallest));
+            assert!(p[KEYS] > T::zero() && d[KEYS] == T::zero() && d[5 * KEYS] > T::zero());
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn a_visible_nan_comes_out() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            // Product, gradient of the probability, lse, delta: one of them is NaN.
+            for bad in 0..4 {
+                let number = |index: usize| if index == bad { T::nan() } else { T::one() };
+                let (mut p, mut d) = (vec![number(0); KEYS], vec![number(1); KEYS]);
+                let (lse, delta) = ([number(2)], [number(3)]);
+                let mut group = BackGroup { rows: 1, p: &mut p, d: &mut d, lse: &lse, delta: &delta };
+                let (visible, factor) = ([1 << 9], T::one());
+                let scoring = Scoring { visible: Some(&visible), bias: None, softcap: None, factor, dropout: None };
+                let mut room = BackRoom { slope: &mut [], z: &mut [], d_scores: &mut [] };
+                kernels.back(&mut group, 0..4, &scoring, &mut room);
+                for key in 0..KEYS {
+                    assert_eq!(d[key].is_nan(), key == 9, "number {bad}, key {key}");
+                    assert_eq!(p[key].is_nan(), key == 9 && bad % 2 == 0, "number {bad}, key {key}");
+                }
+            }
+        }
+        at_every_level!(check);
     }
 }

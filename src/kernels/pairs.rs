@@ -126,3 +126,58 @@ impl<T: Real> Kernels<T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{Numbers, at_every_level, wide};
+
+    #[test]
+    fn visible_pairs_and_no_others() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let (k_width, v_width) = (32, 16);
+            let mut numbers = Numbers::new(9);
+            for visible in [vec![], vec![0], vec![1 << 63, 0b101], vec![u64::MAX, 0, 0x00FF_0000, 1, 2, 4, 8]] {
+                let rows = visible.len();
+                let (p, d) = (numbers.vec::<T>(rows * KEYS), numbers.vec::<T>(rows * KEYS));
+                let (mut d_context, mut q) = (numbers.vec::<T>(rows * v_width), numbers.vec::<T>(rows * k_width));
+                let mut k = numbers.vec::<T>(KEYS * k_width);
+                // What nobody sees is NaN.
+                let seen = visible.iter().fold(0u64, |seen, bits| seen | bits);
+                (0..KEYS).filter(|key| seen >> key & 1 == 0).for_each(|key| k[key * k_width] = T::nan());
+                for row in (0..rows).filter(|&row| visible[row] == 0) {
+                    (q[row * k_width], d_context[row * v_width]) = (T::nan(), T::nan());
+                }
+                let start = [KEYS * v_width, KEYS * k_width, rows * k_width].map(|n| numbers.vec::<T>(n));
+                let [mut d_v, mut d_k, mut d_q] = start.clone();
+                kernels.pairs(&mut RowsAndKeys {
+                    visible: &visible,
+                    p: &p,
+                    d: &d,
+                    d_context: &d_context,
+                    q: &q,
+                    k: &k,
+                    d_v: &mut d_v,
+                    d_k: &mut d_k,
+                    d_q: &mut d_q,
+                    k_width,
+                    v_width,
+                });
+                let mut want = start.map(|x| x.into_iter().map(wide).collect::<Vec<_>>());
+                for (row, key) in (0..rows).flat_map(|row| (0..KEYS).map(move |key| (row, key))) {
+                    if visible[row] >> key & 1 == 1 {
+                        let (p, d) = (wide(p[row * KEYS + key]), wide(d[row * KEYS + key]));
+                        (0..v_width).for_each(|c| want[0][key * v_width + c] += p * wide(d_context[row * v_width + c]));
+                        (0..k_width).for_each(|c| want[1][key * k_width + c] += d * wide(q[row * k_width + c]));
+                        (0..k_width).for_each(|c| want[2][row * k_width + c] += d * wide(k[key * k_width + c]));
+                    }
+                }
+                for (got, want) in [d_v, d_k, d_q].iter().zip(&want) {
+                    let near = |(&x, &y): (&T, &f64)| (wide(x) - y).abs() <= 200.0 * wide(T::epsilon());
+                    assert!(got.iter().zip(want).all(near), "{rows} rows");
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+}
