@@ -42,6 +42,7 @@ mod relative_keys;
 mod schedule;
 mod source;
 mod split;
+mod tables_backward;
 mod walk;
 mod workspace;
 
