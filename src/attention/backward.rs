@@ -8,7 +8,7 @@
 //!         q, d_o <- Q, d_context; d_q <- 0
 //!         for each tile of 64 keys that the step can see:
 //!             for each group of 6 rows that can see the tile:
-//!                 p <- q keys^T; d <- d_o values^T
+//!                 p <- q keys^T; d <- d_o values^T                        what goes by distance: see `tables_backward.rs`
 //!                 p, d <- probabilities and gradients of the products     see `kernels/back.rs`
 //!             d_v <- d_v + p^T d_o;  d_k <- d_k + d^T q                    p and d are read along their columns
 //!             d_q <- d_q + d keys
@@ -24,8 +24,10 @@ use std::ops::Range;
 
 use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
+use super::row_shares::{fill_delta, sum_bias, sum_sinks};
 use super::schedule::{back_tile, key_block};
 use super::source::Arrays;
+use super::tables_backward::{Patch, TableGradients, TableRoom, TableSize, Tables, reserve_sums};
 use super::walk::{Call, Rows, Sight, Walk};
 use super::workspace::{BackMods, BackSize, Scratch, Workspace};
 use crate::element::Element;
@@ -35,7 +37,7 @@ use crate::kernels::{
     RowsAndKeys, Scoring, Start, Targets,
 };
 use crate::parallel;
-use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut2, Axis, s};
+use ndarray::{ArrayView1, ArrayViewMut2, Axis, s};
 
 /// Fills the gradients of all arguments. `wish` is the caller's number of query positions to a step.
 pub(super) fn backward<T: Element>(
@@ -45,9 +47,6 @@ pub(super) fn backward<T: Element>(
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
     let Problem { dims, rules, .. } = &call.problem;
-    if gradients.d_relative_bias.is_some() || gradients.d_relative_keys.is_some() {
-        return super::reference_backward::backward(call, gradients);
-    }
     if dims.value_dim == 0 || dims.batch == 0 {
         // Nothing depends on anything.
         gradients.clear();
@@ -61,97 +60,53 @@ pub(super) fn backward<T: Element>(
             biased: rules.bias.is_some(),
             capped: rules.softcap.is_some(),
             drops: rules.dropout.is_some(),
-            bias_gradient: gradients.d_bias.is_some(),
+            bias_gradient: gradients.d_bias.is_some() || gradients.d_relative_bias.is_some(),
         },
     };
-    let cut = Cut { heads: &rules.heads, key_block: size.key_block, query_tile: size.query_tile };
+    let tables = TableSize::new(rules, &gradients, dims, [size.query_tile, size.key_block]);
+    let (key_block, query_tile) = (size.key_block, size.query_tile);
+    let cut = Cut { heads: &rules.heads, key_block, query_tile, last_step: tables.is_some() };
     let counters = Relay::<T>::counters(&cut, dims.batch, dims.kv_len);
     let flop = 2.5 * dims.flop();
     let (kept, workers) = workspace.backward(parallel::workers(flop, counters));
     let lengths = size.lengths();
     workers.iter_mut().try_for_each(|scratch| scratch.reserve(&lengths))?;
     kept.reserve(dims, counters)?;
-    let (delta, passed) = kept.parts(dims, counters);
+    if let Some(size) = &tables {
+        workers.iter_mut().try_for_each(|scratch| scratch.tables.reserve(size))?;
+        reserve_sums(&mut kept.sums, dims.batch.saturating_mul(rules.heads.num_read()), size)?;
+    }
+    let (delta, passed, sums) = kept.parts(dims, counters);
+    let kernels = T::kernels(rules.level);
+    let tables = tables.map(|size| Tables { size, kernels, rules, sums });
 
     fill_delta(call, delta);
     if let Some(d_sinks) = &mut gradients.d_sinks {
         sum_sinks(call, delta, d_sinks.view_mut());
     }
-    // A bias that is the same for all keys of a query needs no pairs: see `RowShares`.
-    if let Some(mut d_bias) = gradients.d_bias.take_if(|d_bias| d_bias.len_of(Axis(3)) == 1) {
-        d_bias.fill(T::zero());
-        RowShares { call, delta }.for_each(|[entry, head, i], share| {
-            let at = |axis: usize, index: usize| if d_bias.len_of(Axis(axis)) == 1 { 0 } else { index };
-            let at = [at(0, entry), at(1, head), at(2, i), 0];
-            d_bias[at] += share;
-        });
+    // A bias that is the same for all keys of a query needs no pairs.
+    if let Some(d_bias) = gradients.d_bias.take_if(|d_bias| d_bias.len_of(Axis(3)) == 1) {
+        sum_bias(call, delta, d_bias);
     }
     clear_unread(call, &mut gradients);
 
-    let GradientsMut { d_q, d_k, d_v, d_bias, .. } = gradients;
+    let GradientsMut { d_q, d_k, d_v, d_bias, mut d_relative_bias, mut d_relative_keys, .. } = gradients;
     let Some(relay) = Relay::new(cut, Targets { d_q, d_k, d_v, d_bias }, passed) else {
         debug_assert!(false, "the gradients were made for this call");
         return Ok(());
     };
     let source = Arrays { k: call.problem.k.view(), v: call.problem.v.view() };
     let forward = Call { dims: *dims, q: call.problem.q.view(), first: 0, rules, source: &source };
-    let back = Backward { call, forward: &forward, kernels: T::kernels(rules.level), size, delta };
+    let back = Backward { call, forward: &forward, kernels, size, delta, tables };
     parallel::for_each_worker(workers, |scratch| {
         while let Some(mut item) = relay.next() {
             back.item(&mut item, scratch);
         }
     });
-    Ok(())
-}
-
-/// Rows that a thread takes at a time, long enough to pay for waking it.
-const DELTA_ROWS: usize = 512;
-
-/// `D[i] = d_context[i] . context[i]` for all rows.
-fn fill_delta<T: Element>(call: &Differentiated<'_, T>, delta: &mut [T]) {
-    let dims = &call.problem.dims;
-    let kernels = T::kernels(call.problem.rules.level);
-    // Each number is fetched once, from memory that takes as long for it as for so many operations.
-    let flop = 16.0 * delta.len() as f64 * dims.value_dim as f64;
-    parallel::for_each_chunk(delta, DELTA_ROWS, flop, |chunk, delta| {
-        for (row, delta) in delta.iter_mut().enumerate() {
-            let (head, i) = ((chunk * DELTA_ROWS + row) / dims.q_len, (chunk * DELTA_ROWS + row) % dims.q_len);
-            let at = s![head / dims.num_heads, head % dims.num_heads, i, ..];
-            let (a, b) = (call.d_context.slice(at), call.context.slice(at));
-            *delta = match (a.to_slice(), b.to_slice()) {
-                (Some(a), Some(b)) => kernels.dot(a, b),
-                _ => a.iter().zip(b).fold(T::zero(), |sum, (&a, &b)| sum + a * b),
-            };
-        }
-    });
-}
-
-/// `exp(sink - lse) D` for each row: the gradient of a number that is added to all scores of the row (the sink alone
-/// does not move with it), and minus the gradient of the sink. Zero where there is no sink.
-struct RowShares<'p, 'a, T> {
-    call: &'p Differentiated<'a, T>,
-    delta: &'p [T],
-}
-
-impl<T: Element> RowShares<'_, '_, T> {
-    fn for_each(&self, mut f: impl FnMut([usize; 3], T)) {
-        let Problem { dims, rules, .. } = &self.call.problem;
-        let rows = self.delta.iter().zip(&self.call.lse).zip(ndarray::indices_of(&self.call.lse));
-        for ((&delta, &lse), (entry, head, i)) in rows {
-            // Whoever sees no key has D = 0, unless its d_context is not finite.
-            let sees = || delta.is_finite() || self.call.problem.head(entry, head).visible(i).next().is_some();
-            if delta != T::zero() && sees() {
-                let sink = rules.sink(head).unwrap_or(T::neg_infinity());
-                f([entry, head, i], (sink - lse).exp() * delta);
-            }
-        }
-        debug_assert_eq!(self.delta.len(), dims.batch * dims.num_heads * dims.q_len);
+    if let Some(tables) = &back.tables {
+        tables.finish(dims.batch, &mut TableGradients { bias: &mut d_relative_bias, keys: &mut d_relative_keys });
     }
-}
-
-fn sum_sinks<T: Element>(call: &Differentiated<'_, T>, delta: &[T], mut d_sinks: ArrayViewMut1<'_, T>) {
-    d_sinks.fill(T::zero());
-    RowShares { call, delta }.for_each(|[_, head, _], share| d_sinks[head] -= share);
+    Ok(())
 }
 
 /// Keys and values of KV heads that no query head reads have no gradient.
@@ -173,6 +128,8 @@ struct Backward<'p, 'a, T: 'static> {
     size: BackSize,
     /// `[batch, num_heads, q_len]`
     delta: &'p [T],
+    /// What goes by distance.
+    tables: Option<Tables<'p, 'a, T>>,
 }
 
 /// A block of keys, packed, and its gradients.
@@ -210,8 +167,17 @@ struct Queries<'s, T> {
     /// `[6][64]`, if there is a bias.
     bias: &'s mut [T],
     room: BackRoom<'s, T>,
+    tables: &'s mut TableRoom<T>,
     /// Whether queries and d_context are finite.
     finite: bool,
+}
+
+/// What a step adds to besides queries, keys and values.
+struct Own<'s, T> {
+    /// `[1 or q_len, keys]`
+    d_bias: Option<ArrayViewMut2<'s, T>>,
+    /// Which of the heads that read the KV head it is.
+    member: usize,
 }
 
 /// Groups of a step at most.
@@ -236,6 +202,7 @@ impl<T: Element> Backward<'_, '_, T> {
     /// A block of keys, for each batch entry and KV head that the item has.
     fn item(&self, item: &mut RelayItem<'_, T>, scratch: &mut Scratch<T>) {
         let lengths = self.size.lengths();
+        let mut tables = std::mem::take(&mut scratch.tables);
         let (buffers, row_keys) = scratch.parts(&lengths);
         let [
             key_panels,
@@ -257,7 +224,9 @@ impl<T: Element> Backward<'_, '_, T> {
             ..,
         ] = buffers;
         let room = BackRoom { slope, z, d_scores };
-        let mut queries = Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, finite: true };
+        let tables_room = &mut tables;
+        let mut queries =
+            Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, tables: tables_room, finite: true };
         item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;
@@ -270,7 +239,14 @@ impl<T: Element> Backward<'_, '_, T> {
             d_k.fill(T::zero());
             d_v.fill(T::zero());
             let mut block = Keys { key_panels, value_panels, keys, d_k, d_v, finite };
+            if let Some(tables) = &self.tables {
+                tables.begin(queries.tables);
+            }
             self.steps(item, pair, &mut block, &mut queries);
+            let first = item.is_first();
+            if let (Some(tables), Some(_turn)) = (&self.tables, item.last_turn(pair)) {
+                tables.merge(pair, first, queries.tables);
+            }
             item.done(pair);
             let scale = self.call.problem.rules.scale;
             if let Some([d_keys, d_values]) = item.d_keys_values(pair) {
@@ -279,6 +255,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 write(d_values, d_v, v_width, |to, x| *to = x);
             }
         }
+        scratch.tables = tables;
     }
 
     /// All queries that can see a block of keys, and for the first block the others too.
@@ -302,9 +279,15 @@ impl<T: Element> Backward<'_, '_, T> {
             queries.d_q[..walk.rows() * k_width].fill(T::zero());
             if !tiles.is_empty() {
                 self.pack(&walk, head, queries);
-                let mut d_bias = item.d_bias(pair.entry, head);
+                if let Some(tables) = &self.tables {
+                    tables.begin_step(&walk, keys.clone(), queries.q, queries.tables);
+                }
+                let mut own = Own { d_bias: item.d_bias(pair.entry, head), member: step % group };
                 for tile in tiles {
-                    self.tile(&walk, tile, keys.start, block, queries, &mut d_bias);
+                    self.tile(&walk, tile, keys.start, block, queries, &mut own);
+                }
+                if let Some(tables) = &self.tables {
+                    tables.end_step(walk.rows(), queries.q, queries.finite, queries.d_q, queries.tables);
                 }
             }
             let (first, scale) = (item.is_first(), rules.scale);
@@ -341,11 +324,11 @@ impl<T: Element> Backward<'_, '_, T> {
         first_key: usize,
         block: &mut Keys<'_, T>,
         queries: &mut Queries<'_, T>,
-        d_bias: &mut Option<ArrayViewMut2<'_, T>>,
+        own: &mut Own<'_, T>,
     ) {
         let keys = tile * KEYS..self.size.dims.kv_len.min((tile + 1) * KEYS);
         let offset = keys.start - first_key;
-        let seen = self.scores(walk, keys, offset, block, queries, d_bias);
+        let seen = self.scores(walk, keys, offset, block, queries, own);
         if seen.partial && !(block.finite && queries.finite) {
             return self.pairs(walk.rows(), offset, &seen, block, queries);
         }
@@ -361,7 +344,7 @@ impl<T: Element> Backward<'_, '_, T> {
         offset: usize,
         block: &Keys<'_, T>,
         queries: &mut Queries<'_, T>,
-        d_bias: &mut Option<ArrayViewMut2<'_, T>>,
+        own: &mut Own<'_, T>,
     ) -> Seen {
         let Problem { dims, rules, .. } = &self.call.problem;
         let [k_width, v_width] = self.size.widths();
@@ -403,6 +386,11 @@ impl<T: Element> Backward<'_, '_, T> {
             };
             product(queries.q, dims.head_dim, k_width, block.key_panels, p);
             product(queries.d_context, dims.value_dim, v_width, block.value_panels, d);
+            let columns = panels.start * PANEL..keys.len().min(panels.end * PANEL);
+            let patch = Patch { walk, rows: rows.clone(), first_key: keys.start, columns: columns.clone() };
+            if let Some(tables) = &self.tables {
+                tables.add_products(&patch, p, queries.tables);
+            }
             if let Some(from) = &rules.bias {
                 walk.pack_bias(from, rows.clone(), keys.clone(), queries.bias);
             }
@@ -425,10 +413,12 @@ impl<T: Element> Backward<'_, '_, T> {
                 }),
             };
             let visible = self.kernels.back(&mut group, panels.clone(), &scoring, &mut queries.room);
-            if let Some(d_bias) = d_bias {
+            if let Some(d_bias) = &mut own.d_bias {
                 let d_scores = &queries.room.d_scores[..rows.len() * KEYS];
-                let columns = panels.start * PANEL..keys.len().min(panels.end * PANEL);
                 add_to_bias(d_bias, [walk.positions().start + row, offset], columns, d_scores);
+            }
+            if let Some(tables) = &self.tables {
+                tables.collect(&patch, own.member, [queries.room.d_scores, group.d], queries.tables);
             }
             seen.partial |= visible[..rows.len()].iter().any(|&bits| bits != u64::MAX);
             seen.bits[rows.clone()].copy_from_slice(&visible[..rows.len()]);

@@ -170,7 +170,7 @@ impl<T: Element> Weigher<T> {
         for ((r, i), mut row) in rows.enumerate().zip(scores.outer_iter_mut()) {
             let Some(row) = row.as_slice_mut() else { continue };
             if let (Some(relative_keys), Some(line)) = (&problem.rules.relative_keys, self.relative.row(r).as_slice()) {
-                let (lowest, position, first) = (relative_keys.lowest(), head.mask.position(i), keys.start);
+                let (lowest, position, first) = (relative_keys.span().lowest, head.mask.position(i), keys.start);
                 add_from_line(line, Start { lowest, position, first }, &mut row[keys.clone()]);
             }
             let row = softmax_row(problem, head, i, row);

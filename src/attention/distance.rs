@@ -18,9 +18,15 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// Of queries at the positions from `first` to `last` and `kv_len` keys.
-    pub(crate) fn new(first: i64, last: i64, kv_len: usize) -> Self {
-        Self { lowest: -last, highest: whole(kv_len) - first }
+    /// Of queries at the positions from `first` to `last`.
+    pub(crate) fn new(first: i64, last: i64, keys: Range<usize>) -> Self {
+        Self { lowest: whole(keys.start) - last, highest: whole(keys.end) - first }
+    }
+
+    /// The part within `outer`, at least one of its ends.
+    pub(crate) fn clamp_to(self, outer: Self) -> Self {
+        let clamp = |distance: i64| distance.clamp(outer.lowest, outer.highest.max(outer.lowest));
+        Self { lowest: clamp(self.lowest), highest: clamp(self.highest) }
     }
 
     /// The smallest span that holds both.
@@ -32,7 +38,7 @@ impl Span {
     /// ends.
     pub(crate) fn within(self, reach: usize) -> Self {
         let reach = whole(reach);
-        Self { lowest: self.lowest.clamp(-reach, reach), highest: self.highest.clamp(-reach, reach) }
+        self.clamp_to(Self { lowest: -reach, highest: reach })
     }
 
     /// How many distances there are.
@@ -84,15 +90,14 @@ pub(crate) fn add_from_line<T: Element>(line: &[T], at: Start, row: &mut [T]) {
     }
 }
 
-/// Adds each key of a row to the number that the line holds for its distance.
-#[cfg_attr(not(test), expect(dead_code, reason = "gradients are summed pair by pair until there is a tiled backward"))]
-pub(crate) fn add_to_line<T: Element>(row: &[T], at: Start, line: &mut [T]) {
+/// Adds each key of a row to the number that the line holds for its distance. `number` is how the line counts.
+pub(crate) fn add_to_line<T: Element, N: Element>(row: &[T], at: Start, line: &mut [N], number: impl Fn(T) -> N) {
     let Pieces { keys, start } = at.pieces(line.len(), row.len());
-    let sum = |row: &[T]| row.iter().fold(T::zero(), |sum, &x| sum + x);
+    let sum = |row: &[T]| row.iter().fold(N::zero(), |sum, &x| sum + number(x));
     let (before, after) = (sum(&row[..keys.start]), sum(&row[keys.end..]));
     if !keys.is_empty() {
         let numbers = &mut line[start..][..keys.len()];
-        numbers.iter_mut().zip(&row[keys]).for_each(|(to, &x)| *to += x);
+        numbers.iter_mut().zip(&row[keys]).for_each(|(to, &x)| *to += number(x));
     }
     if let Some(first) = line.first_mut() {
         *first += before;
@@ -124,7 +129,7 @@ mod tests {
                         assert_eq!(row, want, "{what}");
 
                         let (mut got, mut want) = (line.clone(), line.clone());
-                        add_to_line(&row, at, &mut got);
+                        add_to_line(&row, at, &mut got, |x| x);
                         (0..n).for_each(|j| want[number(j)] += row[j]);
                         assert_eq!(got, want, "{what}");
                     }
@@ -147,14 +152,14 @@ mod tests {
     #[test]
     fn spans_are_as_long_as_the_call_and_no_longer_than_the_reach() {
         // Three queries at 5, 6 and 7, nine keys.
-        let span = Span::new(5, 7, 9);
+        let span = Span::new(5, 7, 0..9);
         assert_eq!(span, Span { lowest: -7, highest: 4 });
         assert_eq!((span.within(2), span.within(2).len()), (Span { lowest: -2, highest: 2 }, 5));
         assert_eq!((span.within(5), span.within(usize::MAX)), (Span { lowest: -5, highest: 4 }, span));
-        assert_eq!(span.union(Span::new(-3, 0, 2)), Span { lowest: -7, highest: 5 });
+        assert_eq!(span.union(Span::new(-3, 0, 0..2)), Span { lowest: -7, highest: 5 });
         // Far behind the keys, all distances are the same.
-        assert_eq!(Span::new(FAR, FAR + 2, 9).within(100), Span { lowest: -100, highest: -100 });
-        assert_eq!(Span::new(FAR, FAR + 2, 9).within(usize::MAX).len(), 10);
-        assert_eq!(Span::new(0, -1, 0).len(), 0);
+        assert_eq!(Span::new(FAR, FAR + 2, 0..9).within(100), Span { lowest: -100, highest: -100 });
+        assert_eq!(Span::new(FAR, FAR + 2, 0..9).within(usize::MAX).len(), 10);
+        assert_eq!(Span::new(0, -1, 0..0).len(), 0);
     }
 }

@@ -39,9 +39,11 @@ mod problem;
 mod reference;
 mod reference_backward;
 mod relative_keys;
+mod row_shares;
 mod schedule;
 mod source;
 mod split;
+mod tables_backward;
 mod walk;
 mod workspace;
 

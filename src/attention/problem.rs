@@ -102,7 +102,7 @@ impl<'a, T: Element> Rules<'a, T> {
     fn span(&self, dims: &Dims) -> Span {
         let of_entry = |entry: usize| {
             let mask = self.mask.head(entry, 0);
-            Span::new(mask.position(0), mask.position(dims.q_len.saturating_sub(1)), dims.kv_len)
+            Span::new(mask.position(0), mask.position(dims.q_len.saturating_sub(1)), 0..dims.kv_len)
         };
         let span = (0..dims.batch).map(of_entry).reduce(Span::union).unwrap_or(Span { lowest: 0, highest: 0 });
         match self.mask.last() {

@@ -50,9 +50,9 @@ impl<'a, T: Element> RelativeKeys<'a, T> {
         self.view
     }
 
-    /// The distance of the first key.
-    pub(crate) fn lowest(&self) -> i64 {
-        self.span.lowest
+    /// The distances of [`RelativeKeys::view`].
+    pub(crate) fn span(&self) -> Span {
+        self.span
     }
 
     /// The row of the caller's table for a distance.

@@ -171,6 +171,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         self.rows
     }
 
+    /// The key position of a row's query.
+    pub(super) fn position(&self, row: usize) -> i64 {
+        self.mask.position(self.call.first + self.at.positions.start + row / self.group)
+    }
+
     /// What the walk needs room for.
     pub(super) fn size(&self) -> ItemSize {
         ItemSize::new(self.rows, self.call.dims, self.call.rules)
@@ -324,7 +329,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
             let position = self.score_row(head, i).position;
-            let at = Start { lowest: from.lowest(), position, first: keys.start };
+            let at = Start { lowest: from.span().lowest, position, first: keys.start };
             add_from_line(&lines[row * distances..][..distances], at, &mut to[..keys.len()]);
         }
     }

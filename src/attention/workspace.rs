@@ -1,10 +1,12 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
 use super::problem::{Dims, Rules};
+use super::tables_backward::{PairSums, TableRoom};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, RowKey, aligned, reserve};
 use crate::position::RopeTable;
+use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 
 /// Scratch memory of attention; reuse one for calls of any shape.
@@ -128,7 +130,12 @@ pub(super) struct Kept<T> {
     pub(super) delta: Vec<T>,
     /// The steps that each block of keys has passed.
     pub(super) passed: Vec<AtomicUsize>,
+    /// The gradients of tables, for each batch entry and KV head.
+    pub(super) sums: Vec<Mutex<PairSums<T>>>,
 }
+
+/// See [`Kept`].
+type KeptParts<'k, T> = (&'k mut [T], &'k [AtomicUsize], &'k [Mutex<PairSums<T>>]);
 
 impl<T: Element> Kept<T> {
     /// Room for a call.
@@ -144,13 +151,13 @@ impl<T: Element> Kept<T> {
         self.passed.try_reserve_exact(missing).map_err(|_| too_large())
     }
 
-    /// The products, with whatever they hold, and the counters at zero.
-    pub(super) fn parts(&mut self, dims: &Dims, counters: usize) -> (&mut [T], &[AtomicUsize]) {
+    /// The products and the sums, with whatever they hold, and the counters at zero.
+    pub(super) fn parts(&mut self, dims: &Dims, counters: usize) -> KeptParts<'_, T> {
         if self.passed.len() < counters {
             self.passed.resize_with(counters, AtomicUsize::default);
         }
         self.passed[..counters].iter_mut().for_each(|passed| *passed.get_mut() = 0);
-        (aligned(&mut self.delta, Self::rows(dims)), &self.passed[..counters])
+        (aligned(&mut self.delta, Self::rows(dims)), &self.passed[..counters], &self.sums)
     }
 
     fn rows(dims: &Dims) -> usize {
@@ -167,11 +174,13 @@ pub(super) struct Scratch<T> {
     buffers: [Vec<T>; BUFFERS],
     /// For the dropout, one for each row.
     row_keys: Vec<RowKey>,
+    /// For the gradients of tables.
+    pub(super) tables: TableRoom<T>,
 }
 
 impl<T> Default for Scratch<T> {
     fn default() -> Self {
-        Self { buffers: Default::default(), row_keys: Vec::new() }
+        Self { buffers: Default::default(), row_keys: Vec::new(), tables: TableRoom::default() }
     }
 }
 

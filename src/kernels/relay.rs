@@ -44,6 +44,8 @@ pub(crate) struct Cut<'a> {
     pub(crate) key_block: usize,
     /// Query positions of a step, above 0.
     pub(crate) query_tile: usize,
+    /// Whether a last step follows, in which the blocks of a pair add to something of the caller's in their order.
+    pub(crate) last_step: bool,
 }
 
 /// Deals the items of one call.
@@ -233,10 +235,21 @@ impl<T> RelayItem<'_, T> {
     /// not exist, that the item has passed already, or that is none of its pairs.
     pub(crate) fn turn(&mut self, pair: Pair, step: usize) -> Option<Turn<'_, T>> {
         let relay = self.relay;
-        let own = self.has(pair) && step < relay.steps(pair) && step >= relay.passed_by(pair, self.block);
+        let own = self.has(pair) && step < relay.row_steps(pair) && step >= relay.passed_by(pair, self.block);
         own.then(|| {
             self.wait(pair, step + 1);
             Turn { relay, block: self.block, pair, step, item: PhantomData }
+        })
+    }
+
+    /// Waits for the last step of the pair: the blocks before this one have dropped theirs then. `None` if the cut has no
+    /// such step, the item has passed it, or the pair is none of its own.
+    pub(crate) fn last_turn(&mut self, pair: Pair) -> Option<LastTurn<'_, T>> {
+        let (relay, steps) = (self.relay, self.relay.steps(pair));
+        let own = self.has(pair) && relay.cut.last_step && relay.passed_by(pair, self.block) < steps;
+        own.then(|| {
+            self.wait(pair, steps);
+            LastTurn { relay, block: self.block, pair, item: PhantomData }
         })
     }
 
@@ -270,8 +283,13 @@ impl<T> Drop for RelayItem<'_, T> {
 }
 
 impl<T> Relay<'_, T> {
-    /// Steps of a pair.
+    /// Steps of a pair, the last one included.
     fn steps(&self, pair: Pair) -> usize {
+        self.row_steps(pair) + usize::from(self.cut.last_step)
+    }
+
+    /// Steps that have rows of `d_q`.
+    fn row_steps(&self, pair: Pair) -> usize {
         let heads = self.cut.heads;
         self.q_len.div_ceil(self.cut.query_tile) * heads.group_size(heads.read_kv_head(pair.index))
     }
@@ -323,10 +341,26 @@ impl<T> Drop for Turn<'_, T> {
     }
 }
 
+/// The last step of a pair. Dropped, it hands the step on.
+pub(crate) struct LastTurn<'t, T> {
+    relay: &'t Relay<'t, T>,
+    block: usize,
+    pair: Pair,
+    /// One turn at a time.
+    item: PhantomData<&'t mut T>,
+}
+
+impl<T> Drop for LastTurn<'_, T> {
+    fn drop(&mut self) {
+        self.relay.pass(self.pair, self.block, self.relay.steps(self.pair));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use ndarray::Array4;
+    use std::sync::Mutex;
 
     /// Every block writes `8 * d_q + block + 1` to each step: a number that tells the order of the blocks.
     fn run(heads: &HeadMap, [q_len, kv_len]: [usize; 2], threads: usize, bias: Option<[usize; 4]>) -> [Array4<f64>; 4] {
@@ -335,7 +369,8 @@ mod tests {
         let mut d_k = Array4::from_elem((batch, num_kv_heads, kv_len, 2), f64::NAN);
         let mut d_v = Array4::from_elem((batch, num_kv_heads, kv_len, 3), f64::NAN);
         let mut d_bias = Array4::zeros(bias.unwrap_or([1, 1, 1, kv_len]));
-        let cut = Cut { heads, key_block: 2, query_tile: 3 };
+        let cut = Cut { heads, key_block: 2, query_tile: 3, last_step: threads != 2 };
+        let last_turns = Mutex::new(Vec::new());
         let passed: Vec<_> = (0..Relay::<f64>::counters(&cut, batch, kv_len)).map(|_| AtomicUsize::new(0)).collect();
         let targets = Targets {
             d_q: d_q.view_mut(),
@@ -349,16 +384,30 @@ mod tests {
                 scope.spawn(|| {
                     while let Some(mut item) = relay.next() {
                         for pair in item.pairs() {
-                            work(heads, &mut item, pair, q_len);
+                            work(heads, &mut item, pair, q_len, &last_turns);
                         }
                     }
                 });
             }
         });
+        let last_turns = last_turns.into_inner().unwrap();
+        for entry in 0..batch {
+            for index in 0..heads.num_read() {
+                let of_pair = last_turns.iter().filter(|(pair, _)| *pair == Pair { entry, index });
+                let want = if cut.last_step { blocks(&cut, kv_len) } else { 0 };
+                assert!(of_pair.map(|&(_, block)| block).eq(0..want), "{last_turns:?}");
+            }
+        }
         [d_q, d_k, d_v, d_bias]
     }
 
-    fn work(heads: &HeadMap, item: &mut RelayItem<'_, f64>, pair: Pair, q_len: usize) {
+    fn work(
+        heads: &HeadMap,
+        item: &mut RelayItem<'_, f64>,
+        pair: Pair,
+        q_len: usize,
+        last_turns: &Mutex<Vec<(Pair, usize)>>,
+    ) {
         let kv_head = heads.read_kv_head(pair.index);
         let (block, first) = (item.block as f64, item.is_first());
         let group = heads.group_size(kv_head);
@@ -377,6 +426,13 @@ mod tests {
                 }
             }
         }
+        let block = item.block;
+        let turn = item.last_turn(pair);
+        if turn.is_some() {
+            last_turns.lock().unwrap().push((pair, block));
+        }
+        drop(turn);
+        assert!(item.last_turn(pair).is_none(), "a step that was passed, or is none");
         item.done(pair);
         let keys = item.keys().start as f64;
         let [mut d_k, mut d_v] = item.d_keys_values(pair).unwrap();
@@ -423,7 +479,8 @@ mod tests {
             let d_bias = Some(d_bias.view_mut());
             let targets = Targets { d_q: d_q.view_mut(), d_k: d_k.view_mut(), d_v: d_v.view_mut(), d_bias };
             let passed: Vec<_> = (0..counters).map(|_| AtomicUsize::new(0)).collect();
-            Relay::new(Cut { heads: &heads, key_block, query_tile: 1 }, targets, &passed).is_none()
+            let cut = Cut { heads: &heads, key_block, query_tile: 1, last_step: false };
+            Relay::new(cut, targets, &passed).is_none()
         };
         assert!(!refused([1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 1, 5], 2, 6));
         assert!(refused([1, 2, 5, 3], [1, 2, 5, 6], [1, 2, 1, 5], 2, 6));

@@ -14,6 +14,7 @@ mod bug_reports_shapes;
 mod cache;
 mod configurations;
 mod decode;
+mod distance_gradients;
 mod distances;
 mod dropout;
 mod errors;

@@ -2,7 +2,7 @@
 //!
 //! A call first lays the table out as a line for each head, see `distance.rs`: rows of a tile are copied from there.
 
-use ndarray::ArrayView2;
+use ndarray::{ArrayView2, ArrayViewMut2};
 
 use crate::attention::distance::{Span, Start, add_from_line};
 use crate::element::Element;
@@ -66,5 +66,24 @@ impl<'a, T: Element> Table<'a, T> {
     /// The row of the table for a distance.
     pub(crate) fn bucket(&self, distance: i64) -> usize {
         self.buckets.bucket(distance)
+    }
+
+    /// The distances of a line.
+    pub(crate) fn span(&self) -> Span {
+        self.span
+    }
+
+    /// Adds the gradient of the head's line to that of the table, `[buckets, num_heads]`.
+    pub(crate) fn add_line(&self, d_line: &[f64], head: usize, d_table: &mut ArrayViewMut2<'_, T>) {
+        let mut sum = 0.0;
+        let mut numbers = (self.span.lowest..).zip(d_line).peekable();
+        while let Some((distance, d)) = numbers.next() {
+            sum += d;
+            // A bucket is a run of distances, or two.
+            let bucket = self.bucket(distance);
+            if numbers.peek().is_none_or(|&(next, _)| self.bucket(next) != bucket) {
+                d_table[[bucket, head]] += T::from_f64(std::mem::take(&mut sum));
+            }
+        }
     }
 }
