@@ -9,12 +9,8 @@
 mod bert;
 mod checkpoint;
 mod detr;
-// The tests ask some models for more than this program does.
-#[allow(dead_code)]
 mod gpt2;
-#[allow(dead_code)]
 mod llama;
-#[allow(dead_code)]
 mod t5;
 mod transformer;
 mod vit;
@@ -39,10 +35,22 @@ fn main() -> Result<(), Fault> {
     let file = Checkpoint::new(&bytes, config.as_deref())?;
     match file.family() {
         Some("bert") => show(&bert::Bert::load(&file)?.forward(&tokens, &[tokens.len()])?),
-        Some("gpt2") => println!("{}", gpt2::Gpt2::load(&file)?.generate(&tokens, COUNT)?),
-        Some("llama" | "mistral" | "qwen3") => println!("{}", llama::Llama::load(&file)?.generate(&tokens, COUNT)?),
+        Some("gpt2") => {
+            let model = gpt2::Gpt2::load(&file)?;
+            let tokens = model.generate(&tokens, COUNT)?;
+            tell(&tokens, &model.logits(&tokens)?);
+        }
+        Some("llama" | "mistral" | "qwen3") => {
+            let model = llama::Llama::load(&file)?;
+            let tokens = model.generate(&tokens, COUNT)?;
+            tell(&tokens, &model.logits(&tokens)?);
+        }
         Some("vit") => show(&vit::Vit::load(&file)?.forward(&file.tensor::<Ix4>("input.pixel_values")?)?),
-        Some("t5") => println!("{}", t5::T5::load(&file)?.generate(&tokens, COUNT)?),
+        Some("t5") => {
+            let model = t5::T5::load(&file)?;
+            let answer = model.generate(&tokens, COUNT)?;
+            tell(&answer, &model.logits(&model.decode(&answer, &model.encode(&tokens)?)?)?);
+        }
         Some("detr") => {
             let [features, places] =
                 ["attn.0.hidden_states", "attn.0.position_embeddings"].map(|name| file.tensor::<Ix3>(name));
@@ -56,6 +64,20 @@ fn main() -> Result<(), Fault> {
         other => return Err(format!("expected a model that stands in this example, got {other:?}").into()),
     }
     Ok(())
+}
+
+/// Tokens `[1, len]`, and how likely the model thinks each of them after those before: logits `[1, len, words]`.
+fn tell(tokens: &Array2<usize>, logits: &ArrayRef3<f32>) {
+    for (i, &token) in tokens.iter().enumerate() {
+        let Some(before) = i.checked_sub(1) else {
+            println!("{token}");
+            continue;
+        };
+        let row = logits.slice(s![0, before, ..]);
+        let most = row.fold(f32::MIN, |most, &x| most.max(x));
+        let sum: f32 = row.iter().map(|x| (x - most).exp()).sum();
+        println!("{token:<8}{:.3}", (row[token] - most).exp() / sum);
+    }
 }
 
 /// The shape of an output, and how each of its first tokens begins.
