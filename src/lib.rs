@@ -60,6 +60,7 @@
 //! # Features
 //!
 //! - `rayon` (default): parallel heads, batch entries and query tiles.
+//! - `half`: caches that keep `f16` or `bf16`, see [`Storage`].
 //! - `safetensors`: the module `io`, which reads layers and tensors from the bytes of a file and writes them.
 //! - `serde`: [`Config`] and what it holds are read and written.
 
@@ -85,6 +86,8 @@ pub use attention::{Attended, Gradients, Options, Path, Saved, Workspace};
 pub use cache::{CacheShape, KvCache, Storage};
 pub use element::Element;
 pub use error::{Error, Lengths, Result};
+#[cfg(feature = "half")]
+pub use half;
 pub use heads::HeadMap;
 pub use kernels::{Level, UnknownLevel};
 pub use mask::{BoundMask, Mask, Visibility};

@@ -4,29 +4,33 @@ use ndarray::{ArrayView4, s};
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernels::{Finite, KEYS, Kernels, PANEL};
+use crate::kernels::{Finite, KEYS, Kernels, Operand, PANEL};
 
 /// A tile of keys and values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Packed<'a, T> {
     /// `[panels][head_dim][16]`
-    pub(crate) keys: &'a [T],
-    /// `[16 panels][width]`
-    pub(crate) values: &'a [T],
+    pub(crate) keys: Operand<'a, T>,
+    /// `[16 panels][width]`; in the type that is computed in, unless all of them are finite.
+    pub(crate) values: Operand<'a, T>,
     pub(crate) finite: Finite,
+}
+
+/// Which keys a walk wants.
+#[derive(Debug, Clone)]
+pub(crate) struct Wanted {
+    pub(crate) entry: usize,
+    pub(crate) kv_head: usize,
+    /// Within one tile, from its first one on.
+    pub(crate) keys: Range<usize>,
+    /// How many groups of rows will read them.
+    pub(crate) groups: usize,
 }
 
 /// Keys and values of a call.
 pub(crate) trait Source<T: 'static>: Sync {
-    /// The keys `keys` of a KV head and their values; the range lies within one tile and starts where the tile does.
-    /// `room` has space for a tile of each and can be used or not.
-    fn tile<'s>(
-        &'s self,
-        kernels: &Kernels<T>,
-        at: [usize; 2],
-        keys: Range<usize>,
-        room: [&'s mut [T]; 2],
-    ) -> Packed<'s, T>;
+    /// Some keys and their values. `room` has space for a tile of each and can be used or not.
+    fn tile<'s>(&'s self, kernels: &Kernels<T>, wanted: Wanted, room: [&'s mut [T]; 2]) -> Packed<'s, T>;
 }
 
 /// Keys and values as arrays, packed for every walk that meets them.
@@ -42,8 +46,7 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
     fn tile<'s>(
         &'s self,
         kernels: &Kernels<T>,
-        [entry, kv_head]: [usize; 2],
-        keys: Range<usize>,
+        Wanted { entry, kv_head, keys, .. }: Wanted,
         [panels, rows]: [&'s mut [T]; 2],
     ) -> Packed<'s, T> {
         debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
@@ -52,6 +55,6 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
             true => Finite::All,
             false => Finite::NotAll,
         };
-        Packed { keys: panels, values: rows, finite }
+        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite }
     }
 }

@@ -20,10 +20,10 @@ use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
-use super::source::{Packed, Source};
+use super::source::{Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
-use crate::kernels::{Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, PANEL, Queries, RowKey, Scoring};
+use crate::kernels::{Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring};
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
 
@@ -228,8 +228,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 let sight = if whole { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
                 let Some(sight) = sight else { continue };
                 if let Some(room) = unpacked.take() {
-                    let at = [self.at.entry, self.at.kv_head];
-                    packed = Some(self.call.source.tile(self.kernels, at, range.clone(), room));
+                    let Rows { entry, kv_head, .. } = self.at;
+                    let wanted = Wanted { entry, kv_head, keys: range.clone(), groups: self.rows.div_ceil(MAX_ROWS) };
+                    packed = Some(self.call.source.tile(self.kernels, wanted, room));
                 }
                 let Some(Packed { keys, values, finite }) = packed else { continue };
                 if let Some(from) = &rules.bias {
@@ -309,7 +310,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             for row in (0..self.rows).step_by(MAX_ROWS) {
                 let rows = MAX_ROWS.min(self.rows - row);
                 let group = Queries { rows, head_dim, q: &queries[row * head_dim..], q_row: head_dim };
-                self.kernels.products(&group, panels, 0..count.div_ceil(PANEL), scores);
+                self.kernels.products(&group, Operand::Own(panels), 0..count.div_ceil(PANEL), scores);
                 let lines = to[row * distances..].chunks_exact_mut(distances).zip(scores.chunks_exact(KEYS));
                 lines.take(rows).for_each(|(to, products)| to[first..][..count].copy_from_slice(&products[..count]));
             }

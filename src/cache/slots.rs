@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{CacheShape, KvCache, Storage};
-use crate::attention::{Packed, Source};
+use crate::attention::{Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
-use crate::kernels::{Finite, KEYS, Kernels};
+use crate::kernels::{Finite, KEYS, Kernels, Operand};
 use crate::mask::{Held, Mask};
 
 /// A cache to read from and write to.
@@ -156,18 +156,22 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
     fn tile<'s>(
         &'s self,
         kernels: &Kernels<S::Element>,
-        [entry, kv_head]: [usize; 2],
-        keys: Range<usize>,
+        Wanted { entry, kv_head, keys, groups }: Wanted,
         [panels, rows]: [&'s mut [S::Element]; 2],
     ) -> Packed<'s, S::Element> {
-        let _ = kernels;
-        match self.page(entry, keys.start) {
-            Some(page) => Packed {
-                keys: S::wide(page.keys(kv_head), panels),
-                values: S::wide(page.values(kv_head), rows),
-                finite: page.finite(kv_head),
-            },
-            None => Packed { keys: panels, values: rows, finite: Finite::All },
+        let Some(page) = self.page(entry, keys.start) else {
+            debug_assert!(false, "a visible key is in the cache");
+            return Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite: Finite::All };
+        };
+        let (mut keys, mut values) = (S::operand(page.keys(kv_head)), S::operand(page.values(kv_head)));
+        let finite = page.finite(kv_head);
+        // Widening by the load costs less than a copy, once. The product that leaves keys out does not know how.
+        if groups > 1 {
+            keys = Operand::Own(kernels.widened(keys, panels));
         }
+        if groups > 1 || finite == Finite::NotAll {
+            values = Operand::Own(kernels.widened(values, rows));
+        }
+        Packed { keys, values, finite }
     }
 }

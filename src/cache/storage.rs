@@ -3,15 +3,21 @@
 use ndarray::{ArrayView2, s};
 
 use crate::element::Element;
-use crate::kernels::{KEYS, Level, PANEL};
+use crate::kernels::{KEYS, Level, Operand, PANEL};
 
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
+    #[cfg(feature = "half")]
+    impl Sealed for half::f16 {}
+    #[cfg(feature = "half")]
+    impl Sealed for half::bf16 {}
 }
 
-/// A number type of a [`KvCache`](crate::KvCache). Sealed: `f32` and `f64` keep what they are given.
+/// A number type of a [`KvCache`](crate::KvCache). Sealed: `f32` and `f64` keep what they are given; with the feature
+/// `half`, `half::f16` and `half::bf16` keep numbers of `f32` in half of the memory, rounded. Sums are in `f32` then, and
+/// what rounds to an infinity is one.
 ///
 /// ```
 /// use multihead::Storage;
@@ -36,9 +42,9 @@ pub trait Storage: sealed::Sealed + Copy + Default + std::fmt::Debug + Send + Sy
     #[doc(hidden)]
     fn write_values(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]) -> u64;
 
-    /// The numbers in the type that is computed in, in `room` if they have to be converted.
+    /// The numbers as an operand of a product.
     #[doc(hidden)]
-    fn wide<'s>(from: &'s [Self], room: &'s mut [Self::Element]) -> &'s [Self::Element];
+    fn operand(numbers: &[Self]) -> Operand<'_, Self::Element>;
 }
 
 /// Storage that keeps the numbers as they are.
@@ -64,14 +70,51 @@ macro_rules! as_it_is {
                 write_values(from, first, to)
             }
 
-            fn wide<'s>(from: &'s [$t], _: &'s mut [$t]) -> &'s [$t] {
-                from
+            fn operand(numbers: &[$t]) -> Operand<'_, $t> {
+                Operand::Own(numbers)
             }
         }
     )*};
 }
 
 as_it_is!(f32, f64);
+
+/// Storage of 16 bits.
+#[cfg(feature = "half")]
+macro_rules! narrow {
+    ($($t:ident in $operand:ident),*) => {$(
+        impl Storage for half::$t {
+            type Element = f32;
+
+            fn narrow(x: f32) -> Self {
+                Self::from_f32(x)
+            }
+
+            fn widen(self) -> f32 {
+                self.to_f32()
+            }
+
+            fn write_keys(from: ArrayView2<'_, f32>, first: usize, to: &mut [Self]) {
+                write_keys(from, first, to, |panel, to| {
+                    for (t, row) in to.chunks_exact_mut(PANEL).enumerate() {
+                        row.iter_mut().zip(panel.column(t)).for_each(|(to, &x)| *to = Self::from_f32(x));
+                    }
+                });
+            }
+
+            fn write_values(from: ArrayView2<'_, f32>, first: usize, to: &mut [Self]) -> u64 {
+                write_values(from, first, to)
+            }
+
+            fn operand(numbers: &[Self]) -> Operand<'_, f32> {
+                Operand::$operand(numbers)
+            }
+        }
+    )*};
+}
+
+#[cfg(feature = "half")]
+narrow!(f16 in F16, bf16 in Bf16);
 
 /// Whole panels by `pack`, others lane by lane.
 fn write_keys<S: Storage>(

@@ -1,17 +1,17 @@
-//! Vectors of 32 bytes: AVX2 and FMA.
+//! Vectors of 32 bytes: AVX2, FMA and F16C.
 
 use super::real::Real;
 use super::simd::{Block, Simd, memory_ops, transpose, vector_ops};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-/// Proof that the CPU has AVX2 and FMA.
+/// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2<T>(PhantomData<T>);
 
 impl<T: Real> Avx2<T> {
     /// # Safety
-    /// The CPU must have AVX2 and FMA.
+    /// The CPU must have AVX2, FMA and F16C.
     #[inline(always)]
     pub(crate) unsafe fn assume() -> Self {
         Self(PhantomData)

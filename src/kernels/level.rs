@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 pub enum Level {
     /// x86-64 with AVX-512 F and DQ: vectors of 64 bytes.
     Avx512,
-    /// x86-64 with AVX2 and FMA: vectors of 32 bytes.
+    /// x86-64 with AVX2, FMA and F16C: vectors of 32 bytes.
     Avx2,
     /// Any CPU: lane arrays of 16 bytes that the compiler vectorises for the target's baseline (SSE2, NEON).
     Portable,
@@ -83,7 +83,9 @@ impl Level {
                 is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq") && Self::Avx2.is_available()
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
             Self::Portable => true,
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,

@@ -10,6 +10,7 @@
 //! | `avx512.rs`, `avx2.rs`, `portable.rs` | the vector types |
 //! | `exp.rs` | `2^x` and `tanh(x)` |
 //! | `tile.rs` | products: a few rows in registers |
+//! | `operand.rs`, `halves.rs` | operands of 16 bits |
 //! | `dots.rs` | products of few rows with a matrix stored transposed |
 //! | `pack.rs` | copies into the layouts that products read |
 //! | `mods.rs` | soft cap and bias |
@@ -40,8 +41,11 @@ mod dots;
 mod dropout;
 mod exp;
 mod gemm;
+#[cfg(feature = "half")]
+mod halves;
 mod level;
 mod mods;
+mod operand;
 mod pack;
 mod pairs;
 mod peak;
@@ -69,6 +73,7 @@ pub(crate) use deal::{Block, Deal};
 pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
+pub(crate) use operand::Operand;
 pub(crate) use pairs::RowsAndKeys;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};

@@ -85,6 +85,23 @@ pub(crate) trait Simd: Copy {
     }
 }
 
+/// Vectors of numbers that are stored in another type, or in the same.
+pub(crate) trait Widen<B>: Simd {
+    /// `LANES` numbers, as they are.
+    ///
+    /// # Safety
+    /// `p` must be valid for reading `LANES` numbers.
+    unsafe fn widen(self, p: *const B) -> Self::V;
+}
+
+impl<S: Simd> Widen<S::Elem> for S {
+    #[inline(always)]
+    unsafe fn widen(self, p: *const S::Elem) -> S::V {
+        // SAFETY: the contract is the same.
+        unsafe { self.load(p) }
+    }
+}
+
 /// What [`transpose`] reads and writes.
 #[derive(Clone, Copy)]
 pub(crate) struct Block<T> {

@@ -10,6 +10,7 @@
 //! The scheme is FlashAttention's (Dao et al., 2022) with tiles for registers and the first-level cache.
 
 use super::dropout::{Dropped, Into};
+use super::operand::Operand;
 use super::real::Real;
 use super::softmax::{Softmax, key_bits};
 use super::table::Kernels;
@@ -54,9 +55,9 @@ pub(crate) struct Queries<'a, T> {
 #[derive(Clone, Debug)]
 pub(crate) struct KeyTile<'a, T> {
     /// `[panels][head_dim][16]`.
-    pub(crate) keys: &'a [T],
-    /// `[16 panels][width]`.
-    pub(crate) values: &'a [T],
+    pub(crate) keys: Operand<'a, T>,
+    /// `[16 panels][width]`; in the type that is computed in, unless all of them are finite.
+    pub(crate) values: Operand<'a, T>,
     /// Columns of `values`: the value width, rounded up to a multiple of 16.
     pub(crate) width: usize,
     pub(crate) finite: Finite,
@@ -130,7 +131,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// `p = q k^T` for some panels of `keys: [panels][head_dim][16]`; `p: [rows][64]`, whose other columns stay.
-    pub(crate) fn products(&self, queries: &Queries<'_, T>, keys: &[T], panels: Range<usize>, p: &mut [T]) {
+    pub(crate) fn products(&self, queries: &Queries<'_, T>, keys: Operand<'_, T>, panels: Range<usize>, p: &mut [T]) {
         let Queries { rows, head_dim, q, q_row } = *queries;
         let (rows, columns) = (rows.min(MAX_ROWS), columns(&panels));
         if rows == 0 {
@@ -138,25 +139,26 @@ impl<T: Real> Kernels<T> {
         }
         let panel = head_dim.saturating_mul(PANEL);
         let q = &q[..extent(rows, q_row, head_dim)];
-        let k = &keys[..(columns.end / PANEL).saturating_mul(panel)];
+        let k = keys.range(columns.start / PANEL * panel, (columns.end / PANEL).saturating_mul(panel));
         let p = &mut p[..rows * KEYS];
         // SAFETY: rows is in 1..=6. The slices above hold every row of `q`, every panel up to `columns.end` and every row
         // of `p`; `columns` is a range of whole panels within the 64 columns of `p`.
         unsafe {
-            (self.tile)(&Tile {
+            let shape = Tile {
                 rows,
                 n: columns.len(),
                 k: head_dim,
                 a: q.as_ptr(),
                 a_row: q_row,
                 a_k: 1,
-                b: k.as_ptr().wrapping_add(columns.start / PANEL * panel),
+                b: ptr::null(),
                 b_panel: panel,
                 b_k: PANEL,
                 c: p.as_mut_ptr().add(columns.start),
                 c_row: KEYS,
                 start: Start::Zero,
-            });
+            };
+            self.tile_of(&shape, k);
         }
     }
 
@@ -207,10 +209,10 @@ impl<T: Real> Kernels<T> {
             return;
         }
         let p = &group.p[..rows * KEYS];
-        let v = &tile.values[..keys.end.saturating_mul(width)];
+        let v = tile.values.range(keys.start * width, keys.end.saturating_mul(width));
         let o = &mut group.o[..extent(rows, group.o_row, width)];
-        match visible {
-            Some(visible) if tile.finite == Finite::NotAll => {
+        match (visible, v) {
+            (Some(visible), Operand::Own(v)) if tile.finite == Finite::NotAll => {
                 let seen = visible.map(|bits| bits & key_bits(keys.start, keys.end));
                 // SAFETY: the slices above hold every row of `p` and `o` and the values up to `keys.end`, where the
                 // bits of `seen` end.
@@ -219,7 +221,8 @@ impl<T: Real> Kernels<T> {
                         rows,
                         p: p.as_ptr(),
                         visible: seen.as_ptr(),
-                        v: v.as_ptr(),
+                        // Row 0 of the tile: the rows before `keys.start` have no bit.
+                        v: v.as_ptr().wrapping_sub(keys.start * width),
                         v_row: width,
                         o: o.as_mut_ptr(),
                         o_row: group.o_row,
@@ -230,20 +233,21 @@ impl<T: Real> Kernels<T> {
             // SAFETY: rows is in 1..=6, `width` is a multiple of 16, and the slices above hold every row of `p` and `o`
             // and the values up to `keys.end`.
             _ => unsafe {
-                (self.tile)(&Tile {
+                let shape = Tile {
                     rows,
                     n: width,
                     k: keys.len(),
                     a: p.as_ptr().add(keys.start),
                     a_row: KEYS,
                     a_k: 1,
-                    b: v.as_ptr().add(keys.start * width),
+                    b: ptr::null(),
                     b_panel: PANEL,
                     b_k: width,
                     c: o.as_mut_ptr(),
                     c_row: group.o_row,
                     start: Start::Add,
-                });
+                };
+                self.tile_of(&shape, v);
             },
         }
     }

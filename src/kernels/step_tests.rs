@@ -94,8 +94,8 @@ impl<T: Real> Case<T> {
                 p: &mut nans(rows * KEYS),
             };
             let tile = KeyTile {
-                keys: &packed_keys,
-                values: &packed_values,
+                keys: Operand::Own(&packed_keys),
+                values: Operand::Own(&packed_values),
                 width,
                 finite: if all { Finite::All } else { Finite::NotAll },
                 panels,
@@ -328,7 +328,13 @@ fn only_the_panels_asked_for_are_touched() {
             p: p.as_slice_mut().unwrap(),
         };
         let values = &numbers.vec(KEYS * PANEL);
-        let tile = KeyTile { keys: &keys, values, width: PANEL, finite: Finite::All, panels: 1..3 };
+        let tile = KeyTile {
+            keys: Operand::Own(&keys),
+            values: Operand::Own(values),
+            width: PANEL,
+            finite: Finite::All,
+            panels: 1..3,
+        };
         let factor = T::one();
         let scoring = Scoring { visible: None, bias: None, softcap: None, factor, dropout: None };
         kernels.attend(&mut group, &tile, &scoring);

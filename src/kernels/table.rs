@@ -3,6 +3,8 @@
 use super::back::{self, Back};
 use super::dots::{self, Dots};
 use super::dropout::{self, Dropping};
+#[cfg(feature = "half")]
+use super::halves::{self, Halves};
 use super::level::Level;
 use super::pack::{self, Pack};
 use super::pairs::{self, Pairs};
@@ -11,6 +13,8 @@ use super::softmax::{self, Softmax};
 use super::tile::{self, Tile};
 use super::values::{self, Values};
 use super::{PANEL, divide, exp, peak};
+#[cfg(feature = "half")]
+use half::{bf16, f16};
 use ndarray::ArrayView2;
 
 /// The kernels of one level for one scalar type.
@@ -35,6 +39,9 @@ pub(crate) struct Kernels<T: 'static> {
     multiply_adds: unsafe fn(usize, T) -> T,
     multiply_adds_flop: usize,
     sum: unsafe fn(*const T, usize) -> T,
+    /// For `f32`.
+    #[cfg(feature = "half")]
+    pub(super) halves: Option<Halves<T>>,
     /// Up to this many rows of a projection, its weights are read where they are and not packed.
     pub(super) few_rows: usize,
 }
@@ -51,7 +58,7 @@ macro_rules! level {
     };
     (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
-            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, $nv, $wide, $widest>);
+            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, _, $nv, $wide, $widest>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
             level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax::<_, $nv>);
             level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
@@ -67,9 +74,19 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
-            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few }
+            #[cfg(feature = "half")]
+            let halves = level!(@halves $t, $token, [$nv, $wide, $widest] $(, $features)?);
+            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, #[cfg(feature = "half")] halves }
         };
     };
+    (@halves f32, $token:expr, [$nv:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
+        level!(@entry $token $(, $features)?, tile_f16(a: &Tile<f32, f16>) -> () = tile::tile::<_, _, $nv, $wide, $widest>);
+        level!(@entry $token $(, $features)?, tile_bf16(a: &Tile<f32, bf16>) -> () = tile::tile::<_, _, $nv, $wide, $widest>);
+        level!(@entry $token $(, $features)?, widen_f16(from: *const f16, to: *mut f32, n: usize) -> () = halves::widen);
+        level!(@entry $token $(, $features)?, widen_bf16(from: *const bf16, to: *mut f32, n: usize) -> () = halves::widen);
+        Some(Halves { tile_f16, tile_bf16, widen_f16, widen_bf16 })
+    }};
+    (@halves f64, $($rest:tt)*) => { None };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
         $(#[target_feature(enable = $features)])?
         unsafe fn $name($($arg: $t),*) -> $out {
@@ -89,10 +106,19 @@ level!(
     NR = 8,
     BYTES = 64,
     FEW = 12,
-    "avx512f,avx512dq,avx2,fma"
+    "avx512f,avx512dq,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
-level!(avx2, Avx2::<f32>::assume(), Avx2::<f64>::assume(), NV = [2, 4, 8], NR = 4, BYTES = 32, FEW = 3, "avx2,fma");
+level!(
+    avx2,
+    Avx2::<f32>::assume(),
+    Avx2::<f64>::assume(),
+    NV = [2, 4, 8],
+    NR = 4,
+    BYTES = 32,
+    FEW = 3,
+    "avx2,fma,f16c"
+);
 #[cfg(target_arch = "aarch64")]
 level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [4, 8, 16], NR = 8, BYTES = 16, FEW = 3);
 #[cfg(not(target_arch = "aarch64"))]

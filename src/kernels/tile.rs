@@ -24,7 +24,7 @@
 
 use super::PANEL;
 use super::real::Real;
-use super::simd::Simd;
+use super::simd::Widen;
 use super::table::Kernels;
 
 /// Rows of the largest register block.
@@ -32,19 +32,28 @@ pub(crate) const MAX_ROWS: usize = 6;
 
 /// One product, by pointers. Strides count elements.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Tile<T> {
+pub(crate) struct Tile<T, B = T> {
     pub(crate) rows: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
     pub(crate) a: *const T,
     pub(crate) a_row: usize,
     pub(crate) a_k: usize,
-    pub(crate) b: *const T,
+    /// In the type that it is stored in.
+    pub(crate) b: *const B,
     pub(crate) b_panel: usize,
     pub(crate) b_k: usize,
     pub(crate) c: *mut T,
     pub(crate) c_row: usize,
     pub(crate) start: Start,
+}
+
+impl<T: Copy> Tile<T, ()> {
+    /// The same product with a `b`.
+    pub(super) fn with_b<B>(&self, b: *const B) -> Tile<T, B> {
+        let Self { rows, n, k, a, a_row, a_k, b: _, b_panel, b_k, c, c_row, start } = *self;
+        Tile { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start }
+    }
 }
 
 /// What a sum begins with.
@@ -64,16 +73,19 @@ pub(crate) enum Start {
 /// - all of `a` is readable, and of `b` every column below `n` rounded up to a multiple of 16;
 /// - `c` is readable and writable, columns below `n` only, and overlaps neither `a` nor `b`.
 #[inline(always)]
-pub(crate) unsafe fn tile<S: Simd, const NV: usize, const WIDE: usize, const WIDEST: usize>(s: S, t: &Tile<S::Elem>) {
+pub(crate) unsafe fn tile<S: Widen<B>, B, const NV: usize, const WIDE: usize, const WIDEST: usize>(
+    s: S,
+    t: &Tile<S::Elem, B>,
+) {
     // SAFETY: the contract is handed on; MR is the number of rows.
     unsafe {
         match t.rows {
-            1 => strip::<S, 1, NV, WIDEST>(s, t),
-            2 => strip::<S, 2, NV, WIDE>(s, t),
-            3 => strip::<S, 3, NV, WIDE>(s, t),
-            4 => strip::<S, 4, NV, NV>(s, t),
-            5 => strip::<S, 5, NV, NV>(s, t),
-            _ => strip::<S, MAX_ROWS, NV, NV>(s, t),
+            1 => strip::<S, B, 1, NV, WIDEST>(s, t),
+            2 => strip::<S, B, 2, NV, WIDE>(s, t),
+            3 => strip::<S, B, 3, NV, WIDE>(s, t),
+            4 => strip::<S, B, 4, NV, NV>(s, t),
+            5 => strip::<S, B, 5, NV, NV>(s, t),
+            _ => strip::<S, B, MAX_ROWS, NV, NV>(s, t),
         }
     }
 }
@@ -83,25 +95,25 @@ pub(crate) unsafe fn tile<S: Simd, const NV: usize, const WIDE: usize, const WID
 /// # Safety
 /// As [`tile`], with `MR == rows`.
 #[inline(always)]
-unsafe fn strip<S: Simd, const MR: usize, const NV: usize, const WIDE: usize>(s: S, t: &Tile<S::Elem>) {
+unsafe fn strip<S: Widen<B>, B, const MR: usize, const NV: usize, const WIDE: usize>(s: S, t: &Tile<S::Elem, B>) {
     let mut column = 0;
     // SAFETY: each block starts below n and holds at most the vectors up to the next multiple of LANES, which divides
     // the multiple of 16 up to which the caller vouches for `b`.
     unsafe {
         while WIDE > NV && t.n - column >= WIDE * S::LANES {
-            block::<S, MR, WIDE, false>(s, t, column);
+            block::<S, B, MR, WIDE, false>(s, t, column);
             column += WIDE * S::LANES;
         }
         while t.n - column >= NV * S::LANES {
-            block::<S, MR, NV, false>(s, t, column);
+            block::<S, B, MR, NV, false>(s, t, column);
             column += NV * S::LANES;
         }
         match (t.n - column).div_ceil(S::LANES) {
             0 => {}
-            1 => block::<S, MR, 1, true>(s, t, column),
-            2 => block::<S, MR, 2, true>(s, t, column),
-            3 if NV > 2 => block::<S, MR, 3, true>(s, t, column),
-            _ => block::<S, MR, NV, true>(s, t, column),
+            1 => block::<S, B, MR, 1, true>(s, t, column),
+            2 => block::<S, B, MR, 2, true>(s, t, column),
+            3 if NV > 2 => block::<S, B, MR, 3, true>(s, t, column),
+            _ => block::<S, B, MR, NV, true>(s, t, column),
         }
     }
 }
@@ -112,7 +124,11 @@ unsafe fn strip<S: Simd, const MR: usize, const NV: usize, const WIDE: usize>(s:
 /// As [`tile`], with `MR == rows`; `column` is a multiple of `LANES` where a full block began, and without `EDGE` the
 /// block ends at or before `n`.
 #[inline(always)]
-unsafe fn block<S: Simd, const MR: usize, const NV: usize, const EDGE: bool>(s: S, t: &Tile<S::Elem>, column: usize) {
+unsafe fn block<S: Widen<B>, B, const MR: usize, const NV: usize, const EDGE: bool>(
+    s: S,
+    t: &Tile<S::Elem, B>,
+    column: usize,
+) {
     let per_panel = PANEL / S::LANES;
     let lanes = |v: usize| if EDGE { (t.n - column).saturating_sub(v * S::LANES).min(S::LANES) } else { S::LANES };
     let mut sum = [[s.zero(); NV]; MR];
@@ -136,7 +152,7 @@ unsafe fn block<S: Simd, const MR: usize, const NV: usize, const EDGE: bool>(s: 
         unsafe {
             let mut row = [s.zero(); NV];
             for v in 0..NV {
-                row[v] = s.load(b.add(v / per_panel * t.b_panel + v % per_panel * S::LANES));
+                row[v] = s.widen(b.add(v / per_panel * t.b_panel + v % per_panel * S::LANES));
             }
             for i in 0..MR {
                 let factor = s.splat(*a.add(i * t.a_row));

@@ -6,6 +6,8 @@ use common::core::{Core, cache_of};
 use common::layer::Layer;
 use common::{Seeded, Way, assert_bits, is_near, property, typed, widened};
 use multihead::attention::{self, Attended, NewTokens};
+#[cfg(feature = "half")]
+use multihead::half;
 use multihead::ndarray::{Array2, Array3, Array4, Axis, array, concatenate, s};
 use multihead::position::{Buckets, Rope, RopeStyle};
 use multihead::{
@@ -51,14 +53,15 @@ impl Feed {
         self.window.map_or_else(Mask::causal, |left| Mask::causal() & Mask::window(left, 0))
     }
 
-    /// Context and lse of each entry at once, by plain loops in `f64`.
-    fn whole(&self) -> Vec<Attended<f64>> {
+    /// Context and lse of each entry at once, by plain loops in `f64`, from the keys and values that the cache can keep.
+    fn whole<S: Storage>(&self) -> Vec<Attended<f64>> {
+        let kept = |x: Array4<f64>| x.mapv(|x| S::narrow(S::Element::from_f64(x)).widen().into_f64());
         let mask = self.mask();
         let options = Options::new().mask(&mask).path(Path::Reference);
         (0..self.batch())
             .map(|entry| {
                 let [q, k, v] = self.tokens(entry);
-                attention::forward(&q, &k, &v, &options).unwrap()
+                attention::forward(&q, &kept(k), &kept(v), &options).unwrap()
             })
             .collect()
     }
@@ -112,7 +115,7 @@ impl Feed {
     }
 
     fn check<S: Storage>(&self, mut cache: KvCache<S>, level: Level, path: Path, tolerance: f64) {
-        for (entry, (got, want)) in self.fed(&mut cache, level, path).iter().zip(&self.whole()).enumerate() {
+        for (entry, (got, want)) in self.fed(&mut cache, level, path).iter().zip(&self.whole::<S>()).enumerate() {
             assert_eq!(got.context.dim(), want.context.dim());
             let pairs = got.context.iter().zip(&want.context).chain(got.lse.iter().zip(&want.lse));
             for (index, (&got, &want)) in pairs.enumerate() {
@@ -129,7 +132,14 @@ impl Feed {
         for (level, path) in ways.chain([(Level::best(), Path::Reference)]) {
             self.check(KvCache::<f64>::new(shape).unwrap(), level, path, 1e-12);
             self.check(KvCache::<f32>::new(shape).unwrap(), level, path, 2e-5);
+            #[cfg(feature = "half")]
+            {
+                self.check(KvCache::<half::f16>::new(shape).unwrap(), level, path, 2e-5);
+                self.check(KvCache::<half::bf16>::new(shape).unwrap(), level, path, 2e-5);
+            }
             if let Some(ring) = ring {
+                #[cfg(feature = "half")]
+                self.check(KvCache::<half::bf16>::ring(ring).unwrap(), level, path, 2e-5);
                 self.check(KvCache::<f64>::ring(ring).unwrap(), level, path, 1e-12);
                 self.check(KvCache::<f32>::ring(ring).unwrap(), level, path, 2e-5);
             }
@@ -274,6 +284,45 @@ fn what_is_not_finite_reaches_the_queries_that_see_it_and_no_others() {
         let want = core.oracle();
         assert!(want.out.iter().any(|x| !x.is_finite()) && want.out.iter().any(|x| x.is_finite()));
         core.everywhere(|run| run.agrees(&want, common::Within(2e-5, 1e-12)));
+    }
+}
+
+#[cfg(feature = "half")]
+#[test]
+fn sums_over_a_cache_of_16_bits_are_those_of_f32() {
+    // B44: with equal scores the context is the mean of the values, whose sum 16 bits could not hold.
+    fn check<S: Storage<Element = f32>>() {
+        let n = 65_536;
+        let shape = CacheShape { batch: 1, num_kv_heads: 1, capacity: n, head_dim: 4, value_dim: 3 };
+        let mut cache = KvCache::<S>::new(shape).unwrap();
+        cache.append(&Array4::zeros((1, 1, n, 4)), &Array4::ones((1, 1, n, 3))).unwrap();
+        for heads in [1, 9] {
+            let attended = attention::decode(&Array4::ones((1, heads, 1, 4)), &cache, &Options::new()).unwrap();
+            assert!(attended.context.iter().all(|&x| x == 1.0), "{}", attended.context);
+            assert!(attended.lse.iter().all(|&lse| (lse - (n as f32).ln()).abs() < 1e-5));
+        }
+    }
+    check::<half::f16>();
+    check::<half::bf16>();
+}
+
+#[cfg(feature = "half")]
+#[test]
+fn what_16_bits_cannot_hold_is_infinite_where_it_is_seen() {
+    use half::f16;
+    let shape = CacheShape { batch: 1, num_kv_heads: 1, capacity: 100, head_dim: 2, value_dim: 2 };
+    let mut cache = KvCache::<f16>::new(shape).unwrap();
+    let mut v = Array4::<f32>::ones((1, 1, 80, 2));
+    v[[0, 0, 70, 1]] = 1e6;
+    cache.append(&Array4::zeros((1, 1, 80, 2)), &v).unwrap();
+    assert_eq!(cache.values().unwrap()[[0, 0, 70, 1]], f32::INFINITY);
+    let causal = Mask::causal();
+    let q = Array4::zeros((1, 1, 20, 2));
+    let context = attention::decode(&q, &cache, &Options::new().mask(&causal)).unwrap().context;
+    for row in 0..20 {
+        let want = if row < 10 { 1.0 } else { f32::INFINITY };
+        assert!((context[[0, 0, row, 0]] - 1.0).abs() < 1e-6);
+        assert!(context[[0, 0, row, 1]] == want || (context[[0, 0, row, 1]] - want).abs() < 1e-6, "row {row}");
     }
 }
 
