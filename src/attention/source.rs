@@ -11,9 +11,11 @@ use crate::kernels::{Finite, KEYS, Kernels, Operand, PANEL};
 pub(crate) struct Packed<'a, T> {
     /// `[panels][head_dim][16]`
     pub(crate) keys: Operand<'a, T>,
-    /// `[16 panels][width]`; in the type that is computed in, unless all of them are finite.
+    /// `[width / 16][64][16]`; in the type that is computed in, unless all of them are finite.
     pub(crate) values: Operand<'a, T>,
     pub(crate) finite: Finite,
+    /// The keys and values of the tile after, where they are read in place: they can be fetched in time.
+    pub(crate) next: Option<[Operand<'a, T>; 2]>,
 }
 
 /// Which keys a walk wants.
@@ -51,10 +53,10 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
     ) -> Packed<'s, T> {
         debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
         kernels.pack_panels(self.k.slice(s![entry, kv_head, keys.clone(), ..]), panels);
-        let finite = match kernels.pack_rows(self.v.slice(s![entry, kv_head, keys, ..]), rows) {
+        let finite = match kernels.pack_values(self.v.slice(s![entry, kv_head, keys, ..]), rows) {
             true => Finite::All,
             false => Finite::NotAll,
         };
-        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite }
+        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next: None }
     }
 }

@@ -23,7 +23,9 @@ use super::relative_keys::RelativeKeys;
 use super::source::{Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
-use crate::kernels::{Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring};
+use crate::kernels::{
+    Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Next, Operand, PANEL, Queries, RowKey, Scoring,
+};
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
 
@@ -232,7 +234,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                     let wanted = Wanted { entry, kv_head, keys: range.clone(), groups: self.rows.div_ceil(MAX_ROWS) };
                     packed = Some(self.call.source.tile(self.kernels, wanted, room));
                 }
-                let Some(Packed { keys, values, finite }) = packed else { continue };
+                let Some(Packed { keys, values, finite, next }) = packed else { continue };
                 if let Some(from) = &rules.bias {
                     self.pack_bias(from, rows.clone(), range.clone(), bias);
                 }
@@ -247,7 +249,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                     o_row: width,
                     p: scores,
                 };
-                let tile = KeyTile { keys, values, width, finite, panels: sight.panels };
+                let groups = self.rows.div_ceil(MAX_ROWS);
+                let next = next.map(|[keys, values]| Next { keys, values, group: row / MAX_ROWS, groups });
+                let tile = KeyTile { keys, values, width, finite, panels: sight.panels, next };
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
                     bias: rules.bias.is_some().then_some(&*bias),

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! keys    [num_kv_heads][4 panels][head_dim][16]      key of slot j in lane j % 16 of panel j / 16
-//! values  [num_kv_heads][64][width]                   width = value_dim, rounded up to a multiple of 16
+//! values  [num_kv_heads][panels][64][16]              column t of slot j in lane t % 16 of row j of panel t / 16
 //! ```
 //!
 //! The columns of `values` beyond `value_dim` are zero. A slot that has not been written is zero, one that has been taken
@@ -87,7 +87,7 @@ impl<S: Storage> Page<S> {
         &self.numbers[self.start + head * self.shape.key_len()..][..self.shape.key_len()]
     }
 
-    /// `[64][width]`
+    /// `[panels][64][16]`
     pub(super) fn values(&self, head: usize) -> &[S] {
         let first = self.shape.num_kv_heads * self.shape.key_len();
         &self.numbers[self.start + first + head * self.shape.value_len()..][..self.shape.value_len()]
@@ -103,7 +103,7 @@ impl<S: Storage> Page<S> {
     }
 
     pub(super) fn value(&self, head: usize, slot: usize, t: usize) -> S {
-        self.values(head)[slot * self.shape.width() + t]
+        self.values(head)[t / PANEL * KEYS * PANEL + slot * PANEL + t % PANEL]
     }
 
     /// Writes keys `[n, head_dim]` and values `[n, value_dim]` to the slots from `first` on.

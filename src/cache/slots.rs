@@ -159,9 +159,10 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         Wanted { entry, kv_head, keys, groups }: Wanted,
         [panels, rows]: [&'s mut [S::Element]; 2],
     ) -> Packed<'s, S::Element> {
-        let Some(page) = self.page(entry, keys.start) else {
+        let first = keys.start;
+        let Some(page) = self.page(entry, first) else {
             debug_assert!(false, "a visible key is in the cache");
-            return Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite: Finite::All };
+            return Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite: Finite::All, next: None };
         };
         let (mut keys, mut values) = (S::operand(page.keys(kv_head)), S::operand(page.values(kv_head)));
         let finite = page.finite(kv_head);
@@ -172,6 +173,8 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         if groups > 1 || finite == Finite::NotAll {
             values = Operand::Own(kernels.widened(values, rows));
         }
-        Packed { keys, values, finite }
+        let next = self.page(entry, first + KEYS).filter(|_| first + KEYS < self.lengths[entry]);
+        let next = next.map(|page| [S::operand(page.keys(kv_head)), S::operand(page.values(kv_head))]);
+        Packed { keys, values, finite, next }
     }
 }

@@ -1,6 +1,7 @@
 //! What a cache keeps its numbers in.
 
-use ndarray::{ArrayView2, s};
+use ndarray::{ArrayView2, Axis, s};
+use num_traits::Float;
 
 use crate::element::Element;
 use crate::kernels::{KEYS, Level, Operand, PANEL};
@@ -37,7 +38,7 @@ pub trait Storage: sealed::Sealed + Copy + Default + std::fmt::Debug + Send + Sy
     #[doc(hidden)]
     fn write_keys(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]);
 
-    /// Writes values `[n, value_dim]` to the rows from `first` on of `[64][width]`. Bit j is set if slot j has been
+    /// Writes values `[n, value_dim]` to the rows from `first` on of panels `[width / 16][64][16]`. Bit j is set if slot j has been
     /// written with a value that is not finite.
     #[doc(hidden)]
     fn write_values(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]) -> u64;
@@ -145,15 +146,15 @@ fn write_keys<S: Storage>(
 
 fn write_values<S: Storage>(from: ArrayView2<'_, S::Element>, first: usize, to: &mut [S]) -> u64 {
     let mut not_finite = 0;
-    let width = to.len() / KEYS;
-    for (slot, value) in (first..).zip(from.outer_iter()) {
-        let to = &mut to[slot * width..][..value.len()];
-        match value.as_slice() {
-            Some(value) => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
-            None => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
+    for (panel, columns) in to.chunks_exact_mut(KEYS * PANEL).zip(from.axis_chunks_iter(Axis(1), PANEL)) {
+        for (slot, (to, value)) in panel.chunks_exact_mut(PANEL).skip(first).zip(columns.outer_iter()).enumerate() {
+            match value.as_slice() {
+                Some(value) => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
+                None => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
+            }
+            let finite = to.iter().take(value.len()).fold(true, |finite, x| finite & Float::is_finite(x.widen()));
+            not_finite |= u64::from(!finite) << (first + slot);
         }
-        let finite = to.iter().fold(true, |finite, x| finite & num_traits::Float::is_finite(x.widen()));
-        not_finite |= u64::from(!finite) << slot;
     }
     not_finite
 }

@@ -36,7 +36,7 @@ use super::dots::{Dots, MAX_DOT_ROWS};
 use super::real::Real;
 use super::scratch::aligned;
 use super::table::Kernels;
-use super::tile::{MAX_ROWS, Start, Tile};
+use super::tile::{Ahead, MAX_ROWS, Start, Tile};
 use super::{KEYS, PANEL};
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use std::ops::Range;
@@ -266,6 +266,7 @@ impl<T: Real> Kernels<T> {
                     c: out.as_mut_ptr().add(first * c_row),
                     c_row,
                     start,
+                    ahead: Ahead::NOTHING,
                 });
             }
         }

@@ -33,6 +33,20 @@ impl<'a, T> Operand<'a, T> {
     }
 }
 
+impl<T> Operand<'_, T> {
+    /// Where its part `part` of `parts` begins.
+    pub(super) fn part(self, part: usize, parts: usize) -> *const u8 {
+        let (from, bytes) = match self {
+            Self::Own(numbers) => (numbers.as_ptr().cast::<u8>(), size_of_val(numbers)),
+            #[cfg(feature = "half")]
+            Self::F16(numbers) => (numbers.as_ptr().cast::<u8>(), size_of_val(numbers)),
+            #[cfg(feature = "half")]
+            Self::Bf16(numbers) => (numbers.as_ptr().cast::<u8>(), size_of_val(numbers)),
+        };
+        from.wrapping_add(bytes / parts.max(1) * part)
+    }
+}
+
 impl<T: Copy> Kernels<T> {
     /// A product whose `b` begins where the numbers do.
     ///

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //! panels  [count][d] -> [⌈count/16⌉][d][16]          to[c][t][j] = from[16 c + j][t]    (keys; transposed weights)
-//! rows    [count][w] -> [⌈count/16⌉·16][⌈w/16⌉·16]   to[j][t] = from[j][t]              (values; weights)
+//! rows    [count][w] -> [⌈count/16⌉·16][⌈w/16⌉·16]   to[j][t] = from[j][t]              (weights)
+//! values  [count][w] -> [⌈w/16⌉][64][16]             to[c][j][t] = from[j][16 c + t]    (values)
 //! scaled  [count][d] -> [count][d]                   to[i][t] = factor · from[i][t]     (queries)
 //! ```
 //!
-//! What has no source is zero. `rows` also says whether every number is finite, since a tile of values that is not has
-//! to be multiplied with care.
+//! What has no source is zero, but for rows of `values` from `⌈count/16⌉·16` on, which stay. `rows` and `values` also say
+//! whether every number is finite, since a tile of values that is not has to be multiplied with care.
 
 use super::PANEL;
 use super::simd::{Block, Simd};
@@ -22,6 +23,9 @@ pub(crate) struct Pack<T> {
     pub(crate) rows: usize,
     pub(crate) columns: usize,
     pub(crate) to: *mut T,
+    /// For `rows`: distance between the rows of a panel of 16 columns, and between the panels.
+    pub(crate) to_row: usize,
+    pub(crate) to_panel: usize,
 }
 
 impl<T> Pack<T> {
@@ -68,10 +72,11 @@ pub(crate) unsafe fn panels<S: Simd>(s: S, a: &Pack<S::Elem>) {
     }
 }
 
-/// Rows to rows whose width and count are multiples of 16; true if every element is finite.
+/// Rows to panels of 16 columns, with zeros up to the next multiple of 16 of both axes; true if every element is finite.
 ///
 /// # Safety
-/// Every element of the source must be readable; the target needs `⌈rows/16⌉ · 16 · ⌈columns/16⌉ · 16` writable elements.
+/// Every element of the source must be readable; `⌈rows/16⌉ · 16` rows of `⌈columns/16⌉` panels of the target must be
+/// writable.
 #[inline(always)]
 pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
     let width = a.columns.next_multiple_of(PANEL);
@@ -80,7 +85,7 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
     let mut products = [s.zero(); 4];
     for row in 0..a.rows.next_multiple_of(PANEL) {
         let columns = if row < a.rows { a.columns } else { 0 };
-        let to = a.to.wrapping_add(row * width);
+        let to = |column: usize| a.to.wrapping_add(column / PANEL * a.to_panel + row * a.to_row + column % PANEL);
         let mut column = 0;
         // SAFETY: row and column exist in the source as long as column < columns, and in the target as long as column <
         // width (contract); `lanes` ends at the last column of the source.
@@ -89,7 +94,7 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
                 for v in 0..4 {
                     let x = s.load(a.at(row, column));
                     products[v] = s.fma(x, s.zero(), products[v]);
-                    s.store(to.add(column), x);
+                    s.store(to(column), x);
                     column += S::LANES;
                 }
             }
@@ -99,12 +104,12 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
                     s.load_partial(a.at(row, column), lanes)
                 } else {
                     for lane in 0..lanes {
-                        *to.add(column + lane) = *a.at(row, column + lane);
+                        *to(column + lane) = *a.at(row, column + lane);
                     }
-                    s.load_partial(to.add(column), lanes)
+                    s.load_partial(to(column), lanes)
                 };
                 products[0] = s.fma(x, s.zero(), products[0]);
-                s.store(to.add(column), x);
+                s.store(to(column), x);
                 column += S::LANES;
             }
         }

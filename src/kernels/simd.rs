@@ -73,6 +73,18 @@ pub(crate) trait Simd: Copy {
     /// `n <= LANES`, and `p` must be valid for writing `n` elements.
     unsafe fn store_partial(self, p: *mut Self::Elem, v: Self::V, n: usize);
 
+    /// Asks for a line of memory, to the second-level cache. Any address will do: nothing is read.
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(p.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = p;
+    }
+
     /// Transposes a block of `LANES x LANES`: [`transpose`] with the constant filled in.
     ///
     /// # Safety

@@ -3,7 +3,7 @@
 //! ```text
 //! p = q k^T        [rows][64]     rows <= 6 queries
 //! p, m, l = softmax step          see `softmax.rs`
-//! o += p v         [rows][width]
+//! o += p v         [rows][width]       v in panels of 16 columns, so that a register block reads on and on
 //! ```
 //!
 //! After the last tile, `o / Σ l` is the context and `m + ln Σ l` the log-sum-exp of a row.
@@ -13,8 +13,8 @@ use super::dropout::{Dropped, Into};
 use super::operand::Operand;
 use super::real::Real;
 use super::softmax::{Softmax, key_bits};
-use super::table::Kernels;
-use super::tile::{MAX_ROWS, Start, Tile};
+use super::table::{Kernels, VALUES_PANEL, values_len};
+use super::tile::{Ahead, MAX_ROWS, Start, Tile};
 use super::values::Values;
 use super::{KEYS, PANEL};
 use std::ops::Range;
@@ -56,13 +56,34 @@ pub(crate) struct Queries<'a, T> {
 pub(crate) struct KeyTile<'a, T> {
     /// `[panels][head_dim][16]`.
     pub(crate) keys: Operand<'a, T>,
-    /// `[16 panels][width]`; in the type that is computed in, unless all of them are finite.
+    /// `[width / 16][64][16]`; in the type that is computed in, unless all of them are finite.
     pub(crate) values: Operand<'a, T>,
     /// Columns of `values`: the value width, rounded up to a multiple of 16.
     pub(crate) width: usize,
     pub(crate) finite: Finite,
     /// The panels of 16 keys that the group may see. Others are not touched.
     pub(crate) panels: Range<usize>,
+    pub(crate) next: Option<Next<'a, T>>,
+}
+
+/// The tile after, of which each group asks memory for its part while it computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Next<'a, T> {
+    pub(crate) keys: Operand<'a, T>,
+    pub(crate) values: Operand<'a, T>,
+    /// Which of the groups it is.
+    pub(crate) group: usize,
+    pub(crate) groups: usize,
+}
+
+impl<T> Next<'_, T> {
+    fn keys(self) -> Ahead {
+        Ahead { from: self.keys.part(self.group, self.groups), share: self.groups }
+    }
+
+    fn values(self) -> Ahead {
+        Ahead { from: self.values.part(self.group, self.groups), share: self.groups }
+    }
 }
 
 /// Whether a tile of values holds a NaN or an infinity.
@@ -127,11 +148,24 @@ impl<T: Real> Kernels<T> {
     /// `p = q k^T` for the keys of the panels.
     pub(crate) fn scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
         let Group { rows, head_dim, q, q_row, .. } = *group;
-        self.products(&Queries { rows, head_dim, q, q_row }, tile.keys, tile.panels.clone(), group.p);
+        let queries = Queries { rows, head_dim, q, q_row };
+        let ahead = tile.next.map_or(Ahead::NOTHING, Next::keys);
+        self.products_ahead(&queries, tile.keys, tile.panels.clone(), group.p, ahead);
     }
 
     /// `p = q k^T` for some panels of `keys: [panels][head_dim][16]`; `p: [rows][64]`, whose other columns stay.
     pub(crate) fn products(&self, queries: &Queries<'_, T>, keys: Operand<'_, T>, panels: Range<usize>, p: &mut [T]) {
+        self.products_ahead(queries, keys, panels, p, Ahead::NOTHING);
+    }
+
+    fn products_ahead(
+        &self,
+        queries: &Queries<'_, T>,
+        keys: Operand<'_, T>,
+        panels: Range<usize>,
+        p: &mut [T],
+        ahead: Ahead,
+    ) {
         let Queries { rows, head_dim, q, q_row } = *queries;
         let (rows, columns) = (rows.min(MAX_ROWS), columns(&panels));
         if rows == 0 {
@@ -157,6 +191,7 @@ impl<T: Real> Kernels<T> {
                 c: p.as_mut_ptr().add(columns.start),
                 c_row: KEYS,
                 start: Start::Zero,
+                ahead,
             };
             self.tile_of(&shape, k);
         }
@@ -209,7 +244,8 @@ impl<T: Real> Kernels<T> {
             return;
         }
         let p = &group.p[..rows * KEYS];
-        let v = tile.values.range(keys.start * width, keys.end.saturating_mul(width));
+        let v_len = values_len(keys.end, width);
+        let v = tile.values.range((keys.start * PANEL).min(v_len), v_len);
         let o = &mut group.o[..extent(rows, group.o_row, width)];
         match (visible, v) {
             (Some(visible), Operand::Own(v)) if tile.finite == Finite::NotAll => {
@@ -222,8 +258,7 @@ impl<T: Real> Kernels<T> {
                         p: p.as_ptr(),
                         visible: seen.as_ptr(),
                         // Row 0 of the tile: the rows before `keys.start` have no bit.
-                        v: v.as_ptr().wrapping_sub(keys.start * width),
-                        v_row: width,
+                        v: v.as_ptr().wrapping_sub(keys.start * PANEL),
                         o: o.as_mut_ptr(),
                         o_row: group.o_row,
                         width,
@@ -241,11 +276,12 @@ impl<T: Real> Kernels<T> {
                     a_row: KEYS,
                     a_k: 1,
                     b: ptr::null(),
-                    b_panel: PANEL,
-                    b_k: width,
+                    b_panel: VALUES_PANEL,
+                    b_k: PANEL,
                     c: o.as_mut_ptr(),
                     c_row: group.o_row,
                     start: Start::Add,
+                    ahead: tile.next.map_or(Ahead::NOTHING, Next::values),
                 };
                 self.tile_of(&shape, v);
             },

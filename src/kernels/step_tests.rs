@@ -63,8 +63,8 @@ impl<T: Real> Case<T> {
             let range = s![first..first + count, ..];
             let mut packed_keys = nans(count.next_multiple_of(PANEL) * head_dim);
             kernels.pack_panels(self.k.slice(range), &mut packed_keys);
-            let mut packed_values = nans(count.next_multiple_of(PANEL) * width);
-            let all = kernels.pack_rows(self.v.slice(range), &mut packed_values);
+            let mut packed_values = nans(KEYS * width);
+            let all = kernels.pack_values(self.v.slice(range), &mut packed_values);
 
             let mut bits = vec![0_u64; rows];
             let mut bias = nans(rows * KEYS);
@@ -99,6 +99,7 @@ impl<T: Real> Case<T> {
                 width,
                 finite: if all { Finite::All } else { Finite::NotAll },
                 panels,
+                next: None,
             };
             let scoring = Scoring {
                 visible: (!plain).then_some(&bits[..]),
@@ -332,6 +333,7 @@ fn only_the_panels_asked_for_are_touched() {
             keys: Operand::Own(&keys),
             values: Operand::Own(values),
             width: PANEL,
+            next: None,
             finite: Finite::All,
             panels: 1..3,
         };

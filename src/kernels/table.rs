@@ -12,7 +12,7 @@ use super::portable::Portable;
 use super::softmax::{self, Softmax};
 use super::tile::{self, Tile};
 use super::values::{self, Values};
-use super::{PANEL, divide, exp, peak};
+use super::{KEYS, PANEL, divide, exp, peak};
 #[cfg(feature = "half")]
 use half::{bf16, f16};
 use ndarray::ArrayView2;
@@ -48,17 +48,17 @@ pub(crate) struct Kernels<T: 'static> {
 
 /// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
 macro_rules! level {
-    ($module:ident, $f32:expr, $f64:expr, NV = [$nv:literal, $wide:literal, $widest:literal], NR = $nr:literal, BYTES = $bytes:literal, FEW = $few:literal $(, $features:literal)?) => {
+    ($module:ident, $f32:expr, $f64:expr, NV = [$nv:literal, $medium:literal, $wide:literal, $widest:literal], NR = $nr:literal, BYTES = $bytes:literal, FEW = $few:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
-            level!(@table F32, f32, $f32, [$nv, $wide, $widest], $nr, $bytes, $few $(, $features)?);
-            level!(@table F64, f64, $f64, [$nv, $wide, $widest], $nr, $bytes, $few $(, $features)?);
+            level!(@table F32, f32, $f32, [$nv, $medium, $wide, $widest], $nr, $bytes, $few $(, $features)?);
+            level!(@table F64, f64, $f64, [$nv, $medium, $wide, $widest], $nr, $bytes, $few $(, $features)?);
         }
     };
-    (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal $(, $features:literal)?) => {
+    (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
-            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, _, $nv, $wide, $widest>);
+            level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, _, $nv, $medium, $wide, $widest>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
             level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax::<_, $nv>);
             level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
@@ -75,13 +75,13 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
             #[cfg(feature = "half")]
-            let halves = level!(@halves $t, $token, [$nv, $wide, $widest] $(, $features)?);
+            let halves = level!(@halves $t, $token, [$nv, $medium, $wide, $widest] $(, $features)?);
             Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, #[cfg(feature = "half")] halves }
         };
     };
-    (@halves f32, $token:expr, [$nv:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
-        level!(@entry $token $(, $features)?, tile_f16(a: &Tile<f32, f16>) -> () = tile::tile::<_, _, $nv, $wide, $widest>);
-        level!(@entry $token $(, $features)?, tile_bf16(a: &Tile<f32, bf16>) -> () = tile::tile::<_, _, $nv, $wide, $widest>);
+    (@halves f32, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
+        level!(@entry $token $(, $features)?, tile_f16(a: &Tile<f32, f16>) -> () = tile::tile::<_, _, $nv, $medium, $wide, $widest>);
+        level!(@entry $token $(, $features)?, tile_bf16(a: &Tile<f32, bf16>) -> () = tile::tile::<_, _, $nv, $medium, $wide, $widest>);
         level!(@entry $token $(, $features)?, widen_f16(from: *const f16, to: *mut f32, n: usize) -> () = halves::widen);
         level!(@entry $token $(, $features)?, widen_bf16(from: *const bf16, to: *mut f32, n: usize) -> () = halves::widen);
         Some(Halves { tile_f16, tile_bf16, widen_f16, widen_bf16 })
@@ -102,7 +102,7 @@ level!(
     avx512,
     Avx512::<f32>::assume(),
     Avx512::<f64>::assume(),
-    NV = [4, 8, 16],
+    NV = [4, 4, 8, 16],
     NR = 8,
     BYTES = 64,
     FEW = 12,
@@ -113,16 +113,16 @@ level!(
     avx2,
     Avx2::<f32>::assume(),
     Avx2::<f64>::assume(),
-    NV = [2, 4, 8],
+    NV = [2, 3, 4, 8],
     NR = 4,
     BYTES = 32,
     FEW = 3,
     "avx2,fma,f16c"
 );
 #[cfg(target_arch = "aarch64")]
-level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [4, 8, 16], NR = 8, BYTES = 16, FEW = 3);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [4, 4, 8, 16], NR = 8, BYTES = 16, FEW = 3);
 #[cfg(not(target_arch = "aarch64"))]
-level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [2, 4, 8], NR = 4, BYTES = 16, FEW = 3);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [2, 3, 4, 8], NR = 4, BYTES = 16, FEW = 3);
 
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
@@ -203,7 +203,16 @@ impl<T: Copy> Kernels<T> {
         let (rows, columns) = from.dim();
         let to = &mut to[..panels_len(rows, columns.next_multiple_of(PANEL))];
         // SAFETY: as for `pack_panels`.
-        unsafe { (self.rows)(&describe(from, to)) }
+        unsafe { (self.rows)(&Pack { to_row: columns.next_multiple_of(PANEL), ..describe(from, to) }) }
+    }
+
+    /// `[count, w]` to panels of columns `[⌈w/16⌉][64][16]`, of whose rows `⌈count/16⌉·16 <= 64` are written, with zeros
+    /// where there is no source. True if all is finite.
+    pub(crate) fn pack_values(&self, from: ArrayView2<'_, T>, to: &mut [T]) -> bool {
+        debug_assert!(from.nrows() <= KEYS, "a tile has 64 rows");
+        let to = &mut to[..values_len(from.nrows().next_multiple_of(PANEL), from.ncols())];
+        // SAFETY: as for `pack_panels`.
+        unsafe { (self.rows)(&Pack { to_panel: VALUES_PANEL, ..describe(from, to) }) }
     }
 
     /// `factor · from`, `[count, d]` to contiguous rows.
@@ -219,9 +228,20 @@ pub(crate) const fn panels_len(rows: usize, columns: usize) -> usize {
     rows.next_multiple_of(PANEL).saturating_mul(columns)
 }
 
+/// Numbers of 16 columns of a tile of values.
+pub(super) const VALUES_PANEL: usize = KEYS * PANEL;
+
+/// Where the first `rows` rows of a tile of values end.
+pub(super) const fn values_len(rows: usize, columns: usize) -> usize {
+    match columns.div_ceil(PANEL) {
+        0 => 0,
+        panels => (panels - 1).saturating_mul(VALUES_PANEL).saturating_add(rows.saturating_mul(PANEL)),
+    }
+}
+
 /// A view and a slice as the kernels see them.
 fn describe<T>(from: ArrayView2<'_, T>, to: &mut [T]) -> Pack<T> {
     let (rows, columns) = from.dim();
     let (row, column) = (from.strides()[0], from.strides()[1]);
-    Pack { from: from.as_ptr(), row, column, rows, columns, to: to.as_mut_ptr() }
+    Pack { from: from.as_ptr(), row, column, rows, columns, to: to.as_mut_ptr(), to_row: PANEL, to_panel: PANEL }
 }

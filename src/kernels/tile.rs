@@ -27,6 +27,9 @@ use super::real::Real;
 use super::simd::Widen;
 use super::table::Kernels;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// Rows of the largest register block.
 pub(crate) const MAX_ROWS: usize = 6;
 
@@ -46,14 +49,29 @@ pub(crate) struct Tile<T, B = T> {
     pub(crate) c: *mut T,
     pub(crate) c_row: usize,
     pub(crate) start: Start,
+    pub(crate) ahead: Ahead,
 }
 
 impl<T: Copy> Tile<T, ()> {
     /// The same product with a `b`.
     pub(super) fn with_b<B>(&self, b: *const B) -> Tile<T, B> {
-        let Self { rows, n, k, a, a_row, a_k, b: _, b_panel, b_k, c, c_row, start } = *self;
-        Tile { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start }
+        let Self { rows, n, k, a, a_row, a_k, b: _, b_panel, b_k, c, c_row, start, ahead } = *self;
+        Tile { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start, ahead }
     }
+}
+
+/// What a product asks memory for while it computes: as much as it reads of `b`, or a part of that.
+///
+/// A product of a few rows with a matrix that lies in memory waits for it, unless somebody has asked for it in time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ahead {
+    pub(crate) from: *const u8,
+    /// One part in so many; 0 for nothing.
+    pub(crate) share: usize,
+}
+
+impl Ahead {
+    pub(crate) const NOTHING: Self = Self { from: std::ptr::null(), share: 0 };
 }
 
 /// What a sum begins with.
@@ -73,19 +91,32 @@ pub(crate) enum Start {
 /// - all of `a` is readable, and of `b` every column below `n` rounded up to a multiple of 16;
 /// - `c` is readable and writable, columns below `n` only, and overlaps neither `a` nor `b`.
 #[inline(always)]
-pub(crate) unsafe fn tile<S: Widen<B>, B, const NV: usize, const WIDE: usize, const WIDEST: usize>(
+pub(crate) unsafe fn tile<
+    S: Widen<B>,
+    B,
+    const NV: usize,
+    const MEDIUM: usize,
+    const WIDE: usize,
+    const WIDEST: usize,
+>(
     s: S,
     t: &Tile<S::Elem, B>,
 ) {
     // SAFETY: the contract is handed on; MR is the number of rows.
     unsafe {
-        match t.rows {
-            1 => strip::<S, B, 1, NV, WIDEST>(s, t),
-            2 => strip::<S, B, 2, NV, WIDE>(s, t),
-            3 => strip::<S, B, 3, NV, WIDE>(s, t),
-            4 => strip::<S, B, 4, NV, NV>(s, t),
-            5 => strip::<S, B, 5, NV, NV>(s, t),
-            _ => strip::<S, B, MAX_ROWS, NV, NV>(s, t),
+        match (t.rows, t.ahead.share) {
+            // A single row asks for so much by itself that memory has no time for more.
+            (1, _) => strip::<S, B, 1, NV, WIDEST, false>(s, t),
+            (2, 0) => strip::<S, B, 2, NV, WIDE, false>(s, t),
+            (3, 0) => strip::<S, B, 3, NV, WIDE, false>(s, t),
+            (4, 0) => strip::<S, B, 4, NV, NV, false>(s, t),
+            (5, 0) => strip::<S, B, 5, NV, NV, false>(s, t),
+            (_, 0) => strip::<S, B, MAX_ROWS, NV, NV, false>(s, t),
+            (2, _) => strip::<S, B, 2, NV, WIDE, true>(s, t),
+            (3, _) => strip::<S, B, 3, NV, WIDE, true>(s, t),
+            (4, _) => strip::<S, B, 4, NV, MEDIUM, true>(s, t),
+            (5, _) => strip::<S, B, 5, NV, NV, true>(s, t),
+            _ => strip::<S, B, MAX_ROWS, NV, NV, true>(s, t),
         }
     }
 }
@@ -95,25 +126,30 @@ pub(crate) unsafe fn tile<S: Widen<B>, B, const NV: usize, const WIDE: usize, co
 /// # Safety
 /// As [`tile`], with `MR == rows`.
 #[inline(always)]
-unsafe fn strip<S: Widen<B>, B, const MR: usize, const NV: usize, const WIDE: usize>(s: S, t: &Tile<S::Elem, B>) {
+unsafe fn strip<S: Widen<B>, B, const MR: usize, const NV: usize, const WIDE: usize, const AHEAD: bool>(
+    s: S,
+    t: &Tile<S::Elem, B>,
+) {
     let mut column = 0;
     // SAFETY: each block starts below n and holds at most the vectors up to the next multiple of LANES, which divides
     // the multiple of 16 up to which the caller vouches for `b`.
     unsafe {
-        while WIDE > NV && t.n - column >= WIDE * S::LANES {
-            block::<S, B, MR, WIDE, false>(s, t, column);
+        let left = |column: usize| (t.n - column) / S::LANES;
+        // A single vector at the end would leave the multipliers waiting.
+        while WIDE > NV && left(column) >= WIDE && left(column) != WIDE + 1 {
+            block::<S, B, MR, WIDE, false, AHEAD>(s, t, column);
             column += WIDE * S::LANES;
         }
         while t.n - column >= NV * S::LANES {
-            block::<S, B, MR, NV, false>(s, t, column);
+            block::<S, B, MR, NV, false, AHEAD>(s, t, column);
             column += NV * S::LANES;
         }
         match (t.n - column).div_ceil(S::LANES) {
             0 => {}
-            1 => block::<S, B, MR, 1, true>(s, t, column),
-            2 => block::<S, B, MR, 2, true>(s, t, column),
-            3 if NV > 2 => block::<S, B, MR, 3, true>(s, t, column),
-            _ => block::<S, B, MR, NV, true>(s, t, column),
+            1 => block::<S, B, MR, 1, true, AHEAD>(s, t, column),
+            2 => block::<S, B, MR, 2, true, AHEAD>(s, t, column),
+            3 if NV > 2 => block::<S, B, MR, 3, true, AHEAD>(s, t, column),
+            _ => block::<S, B, MR, NV, true, AHEAD>(s, t, column),
         }
     }
 }
@@ -124,12 +160,11 @@ unsafe fn strip<S: Widen<B>, B, const MR: usize, const NV: usize, const WIDE: us
 /// As [`tile`], with `MR == rows`; `column` is a multiple of `LANES` where a full block began, and without `EDGE` the
 /// block ends at or before `n`.
 #[inline(always)]
-unsafe fn block<S: Widen<B>, B, const MR: usize, const NV: usize, const EDGE: bool>(
+unsafe fn block<S: Widen<B>, B, const MR: usize, const NV: usize, const EDGE: bool, const AHEAD: bool>(
     s: S,
     t: &Tile<S::Elem, B>,
     column: usize,
 ) {
-    let per_panel = PANEL / S::LANES;
     let lanes = |v: usize| if EDGE { (t.n - column).saturating_sub(v * S::LANES).min(S::LANES) } else { S::LANES };
     let mut sum = [[s.zero(); NV]; MR];
     // SAFETY: rows below MR and columns below n of `c` are readable (contract); lanes() ends at n.
@@ -145,14 +180,30 @@ unsafe fn block<S: Widen<B>, B, const MR: usize, const NV: usize, const EDGE: bo
     }
 
     let mut a = t.a;
-    let mut b = t.b.wrapping_add(column / PANEL * t.b_panel + column % PANEL);
+    // Of each vector, from `b`: blocks begin in the middle of a panel if their vectors do not make whole panels.
+    let mut b = t.b;
+    let at: [usize; NV] = std::array::from_fn(|v| {
+        let column = column + v * S::LANES;
+        column / PANEL * t.b_panel + column % PANEL
+    });
+    let bytes = NV * S::LANES * size_of::<B>();
+    let lines = if AHEAD { bytes.div_ceil(LINE) } else { 0 };
+    let ahead_step = if AHEAD { bytes / lines / t.ahead.share.max(1) } else { 0 };
+    let mut ahead = t.ahead.from;
+    if AHEAD {
+        ahead = ahead.wrapping_add(column * t.k * size_of::<B>() / t.ahead.share.max(1));
+    }
     for _ in 0..t.k {
         // SAFETY: step < k and row < MR of `a` are readable, and so are NV vectors of row `step` of `b`, which begin
         // below n (contract). A block begins at a panel, or lies inside one if NV vectors are less than a panel.
         unsafe {
             let mut row = [s.zero(); NV];
             for v in 0..NV {
-                row[v] = s.widen(b.add(v / per_panel * t.b_panel + v % per_panel * S::LANES));
+                row[v] = s.widen(b.add(at[v]));
+            }
+            for _ in 0..lines {
+                s.prefetch(ahead);
+                ahead = ahead.wrapping_add(ahead_step);
             }
             for i in 0..MR {
                 let factor = s.splat(*a.add(i * t.a_row));
@@ -219,7 +270,9 @@ impl<T: Real> Kernels<T> {
         let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
         // SAFETY: rows is in 1..=6; the slices above end with the last element that the strides reach, and `c` is
         // borrowed exclusively.
-        unsafe { (self.tile)(&Tile { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start }) };
+        unsafe {
+            (self.tile)(&Tile { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start, ahead: Ahead::NOTHING })
+        };
     }
 }
 
@@ -251,7 +304,21 @@ mod tests {
             Layout::TransposedTimesRows => (1, rows, PANEL, padded),
         };
         let (a_at, b_at) = (a.as_ptr(), b.as_ptr());
-        let tile = Tile { rows, n, k, a: a_at, a_row, a_k, b: b_at, b_panel, b_k, c: c.as_mut_ptr(), c_row, start };
+        let tile = Tile {
+            rows,
+            n,
+            k,
+            a: a_at,
+            a_row,
+            a_k,
+            b: b_at,
+            b_panel,
+            b_k,
+            c: c.as_mut_ptr(),
+            c_row,
+            start,
+            ahead: Ahead::NOTHING,
+        };
         // SAFETY: `a` has rows · k elements, `b` every column up to the padded width, `c` rows of c_row > n.
         unsafe { (kernels.tile)(&tile) };
 
@@ -306,7 +373,21 @@ mod tests {
                 // SAFETY: rows and columns lie within the matrices above, and n is a multiple of 16.
                 unsafe {
                     let c = c.as_mut_ptr();
-                    (kernels.tile)(&Tile { rows, n, k, a, a_row: k, a_k: 1, b, b_panel, b_k, c, c_row, start });
+                    (kernels.tile)(&Tile {
+                        rows,
+                        n,
+                        k,
+                        a,
+                        a_row: k,
+                        a_k: 1,
+                        b,
+                        b_panel,
+                        b_k,
+                        c,
+                        c_row,
+                        start,
+                        ahead: Ahead::NOTHING,
+                    });
                 }
                 c
             };

@@ -8,8 +8,9 @@
 //! kernel leaves those keys out. It gives the same bits as the tile when all values are finite: adding `±0` to a sum
 //! changes no bit that a user can see. It needs no register block, because such tiles are rare.
 
-use super::KEYS;
 use super::simd::Simd;
+use super::table::VALUES_PANEL;
+use super::{KEYS, PANEL};
 
 /// One selecting product, by pointers.
 #[derive(Clone, Copy, Debug)]
@@ -19,9 +20,8 @@ pub(crate) struct Values<T> {
     pub(crate) p: *const T,
     /// Per row, bit j set if key j is visible.
     pub(crate) visible: *const u64,
-    /// `[64][v_row]`, of which `width` columns are used.
+    /// `[width / 16][64][16]`.
     pub(crate) v: *const T,
-    pub(crate) v_row: usize,
     /// `[rows][o_row]`, of which `width` columns are used.
     pub(crate) o: *mut T,
     pub(crate) o_row: usize,
@@ -46,7 +46,7 @@ pub(crate) unsafe fn values<S: Simd>(s: S, a: &Values<S::Elem>) {
                 let p = s.splat(*a.p.add(row * KEYS + key));
                 for column in (0..a.width).step_by(S::LANES) {
                     let o = a.o.add(row * a.o_row + column);
-                    let v = s.load(a.v.add(key * a.v_row + column));
+                    let v = s.load(a.v.add(column / PANEL * VALUES_PANEL + key * PANEL + column % PANEL));
                     s.store(o, s.fma(p, v, s.load(o)));
                 }
             }
