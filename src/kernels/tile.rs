@@ -62,7 +62,9 @@ impl<T: Copy> Tile<T, ()> {
 
 /// What a product asks memory for while it computes: as much as it reads of `b`, or a part of that.
 ///
-/// A product of a few rows with a matrix that lies in memory waits for it, unless somebody has asked for it in time.
+/// A product of a few rows with a matrix that lies in memory waits for it, unless somebody has asked for it in time: the
+/// CPU does so by itself for a row, not for four. One token of 32 heads on 8 against 32768 keys, two threads of a Zen 3:
+/// 17 ms without, 13 ms with this, 8.5 ms at the rate of a plain sum; in `bf16` 12 and 7 ms.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ahead {
     pub(crate) from: *const u8,
@@ -85,6 +87,8 @@ pub(crate) enum Start {
 
 /// Runs a product with register blocks of up to 6 rows and `NV` vectors; of one row and `WIDEST` vectors or of two or three
 /// rows and `WIDE` vectors, where `n` is that large: with fewer accumulators the multipliers would wait for each other.
+/// Four rows that wait for memory have blocks of `MEDIUM` vectors, since as many accumulators as the multipliers need
+/// leave none to catch up with after a load that came late (AVX2, one thread: 0.73 to 0.82 of the bandwidth).
 ///
 /// # Safety
 /// - `1 <= rows <= MAX_ROWS`;
