@@ -111,7 +111,7 @@ pub(super) struct Room<'s, T> {
     /// Of a tile.
     pub(super) keys: &'s mut [T],
     pub(super) values: &'s mut [T],
-    /// `[6][64]`
+    /// `[2][6][64]`
     pub(super) scores: &'s mut [T],
     /// `[6][64]`, if there is a bias.
     pub(super) bias: &'s mut [T],
@@ -210,7 +210,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             return;
         }
         let Call { dims, rules, .. } = self.call;
-        let width = self.size().width();
         let Room { queries, keys, values, scores, bias, relative, row_keys } = room;
         self.pack_queries(queries);
         if let Some(dropout) = &rules.dropout {
@@ -220,38 +219,34 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             self.relative_products(from, queries, [&mut *keys, &mut *scores], relative);
         }
         let factor = split_scale(rules.scale).1;
+        let plain = rules.bias.is_none() && rules.dropout.is_none() && rules.relative_keys.is_none();
         for tile in tiles {
             let range = tile * KEYS..dims.kv_len.min((tile + 1) * KEYS);
             // Most tiles are visible to all rows of the item; only the others are looked at group by group.
             let whole = self.sees_all(range.clone());
             let (mut unpacked, mut packed) = (Some([&mut *keys, &mut *values]), None);
+            if let Some(room) = unpacked.take_if(|_| whole && plain) {
+                let from = self.unpack(range.clone(), room);
+                let mut rows = self.group(0..self.rows, queries, state, scores);
+                if self.kernels.attend_rows(&mut rows, &self.key_tile(from, 0..KEYS / PANEL, 0), rules.softcap, factor)
+                {
+                    continue;
+                }
+                packed = Some(from);
+            }
             for row in (0..self.rows).step_by(MAX_ROWS) {
                 let rows = row..self.rows.min(row + MAX_ROWS);
                 let sight = if whole { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
                 let Some(sight) = sight else { continue };
                 if let Some(room) = unpacked.take() {
-                    let Rows { entry, kv_head, .. } = self.at;
-                    let wanted = Wanted { entry, kv_head, keys: range.clone(), groups: self.rows.div_ceil(MAX_ROWS) };
-                    packed = Some(self.call.source.tile(self.kernels, wanted, room));
+                    packed = Some(self.unpack(range.clone(), room));
                 }
-                let Some(Packed { keys, values, finite, next }) = packed else { continue };
+                let Some(from) = packed else { continue };
                 if let Some(from) = &rules.bias {
                     self.pack_bias(from, rows.clone(), range.clone(), bias);
                 }
-                let mut group = Group {
-                    rows: rows.len(),
-                    head_dim: dims.head_dim,
-                    q: &queries[row * dims.head_dim..],
-                    q_row: dims.head_dim,
-                    m: &mut state.maxima[row..],
-                    l: &mut state.sums[row * PANEL..],
-                    o: &mut state.context[row * width..],
-                    o_row: width,
-                    p: scores,
-                };
-                let groups = self.rows.div_ceil(MAX_ROWS);
-                let next = next.map(|[keys, values]| Next { keys, values, group: row / MAX_ROWS, groups });
-                let tile = KeyTile { keys, values, width, finite, panels: sight.panels, next };
+                let mut group = self.group(rows.clone(), queries, state, scores);
+                let tile = self.key_tile(from, sight.panels, row / MAX_ROWS);
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
                     bias: rules.bias.is_some().then_some(&*bias),
@@ -269,6 +264,43 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 }
                 self.kernels.weigh(&mut group, &tile, &scoring);
             }
+        }
+    }
+
+    /// Keys and values of a tile.
+    fn unpack<'s>(&'s self, keys: Range<usize>, room: [&'s mut [T]; 2]) -> Packed<'s, T> {
+        let Rows { entry, kv_head, .. } = self.at;
+        let wanted = Wanted { entry, kv_head, keys, groups: self.rows.div_ceil(MAX_ROWS) };
+        self.call.source.tile(self.kernels, wanted, room)
+    }
+
+    /// A tile as group `group` of the rows meets it.
+    fn key_tile<'s>(&self, from: Packed<'s, T>, panels: Range<usize>, group: usize) -> KeyTile<'s, T> {
+        let Packed { keys, values, finite, next } = from;
+        let groups = self.rows.div_ceil(MAX_ROWS);
+        let next = next.map(|[keys, values]| Next { keys, values, groups });
+        KeyTile { keys, values, width: self.size().width(), finite, panels, next, group }
+    }
+
+    /// Some rows and what is known about them.
+    fn group<'s>(
+        &self,
+        rows: Range<usize>,
+        queries: &'s [T],
+        state: &'s mut State<'_, T>,
+        scores: &'s mut [T],
+    ) -> Group<'s, T> {
+        let (head_dim, width) = (self.call.dims.head_dim, self.size().width());
+        Group {
+            rows: rows.len(),
+            head_dim,
+            q: &queries[rows.start * head_dim..],
+            q_row: head_dim,
+            m: &mut state.maxima[rows.start..],
+            l: &mut state.sums[rows.start * PANEL..],
+            o: &mut state.context[rows.start * width..],
+            o_row: width,
+            p: scores,
         }
     }
 

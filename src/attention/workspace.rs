@@ -229,7 +229,7 @@ impl ItemSize {
             rows.saturating_mul(PANEL),
             head_dim.saturating_mul(KEYS),
             width.saturating_mul(KEYS),
-            tile,
+            2 * tile,
             usize::from(biased) * tile,
             rows.saturating_mul(distances),
         ];

@@ -52,6 +52,7 @@ mod peak;
 mod portable;
 mod real;
 mod relay;
+mod rows;
 mod scratch;
 mod simd;
 mod softmax;

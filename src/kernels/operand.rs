@@ -21,7 +21,17 @@ pub enum Operand<'a, T> {
 }
 
 impl<'a, T> Operand<'a, T> {
+    /// The numbers, if they are in the type that is computed in.
+    pub(super) fn own(self) -> Option<&'a [T]> {
+        match self {
+            Self::Own(numbers) => Some(numbers),
+            #[cfg(feature = "half")]
+            Self::F16(_) | Self::Bf16(_) => None,
+        }
+    }
+
     /// The first `len` numbers without the first `skip <= len` of them.
+    #[inline(always)]
     pub(super) fn range(self, skip: usize, len: usize) -> Self {
         match self {
             Self::Own(numbers) => Self::Own(&numbers[skip..len]),
@@ -52,6 +62,7 @@ impl<T: Copy> Kernels<T> {
     ///
     /// # Safety
     /// As [`super::tile::tile`].
+    #[inline(always)]
     pub(super) unsafe fn tile_of(&self, shape: &Tile<T, ()>, b: Operand<'_, T>) {
         match b {
             // SAFETY: the contract is handed on.
@@ -75,6 +86,8 @@ impl<T: Copy> Kernels<T> {
 
     /// The numbers in the type that is computed in, in `room` if they have to be widened.
     pub(crate) fn widened<'s>(&self, from: Operand<'s, T>, room: &'s mut [T]) -> &'s [T] {
+        #[cfg(not(feature = "half"))]
+        let _ = room;
         match from {
             Operand::Own(from) => from,
             #[cfg(feature = "half")]

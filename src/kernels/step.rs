@@ -64,6 +64,8 @@ pub(crate) struct KeyTile<'a, T> {
     /// The panels of 16 keys that the group may see. Others are not touched.
     pub(crate) panels: Range<usize>,
     pub(crate) next: Option<Next<'a, T>>,
+    /// Which of the groups that read the tile it is.
+    pub(crate) group: usize,
 }
 
 /// The tile after, of which each group asks memory for its part while it computes.
@@ -71,18 +73,17 @@ pub(crate) struct KeyTile<'a, T> {
 pub(crate) struct Next<'a, T> {
     pub(crate) keys: Operand<'a, T>,
     pub(crate) values: Operand<'a, T>,
-    /// Which of the groups it is.
-    pub(crate) group: usize,
+    /// How many groups there are.
     pub(crate) groups: usize,
 }
 
 impl<T> Next<'_, T> {
-    fn keys(self) -> Ahead {
-        Ahead { from: self.keys.part(self.group, self.groups), share: self.groups }
+    pub(super) fn keys(self, group: usize) -> Ahead {
+        Ahead { from: self.keys.part(group, self.groups), share: self.groups }
     }
 
-    fn values(self) -> Ahead {
-        Ahead { from: self.values.part(self.group, self.groups), share: self.groups }
+    pub(super) fn values(self, group: usize) -> Ahead {
+        Ahead { from: self.values.part(group, self.groups), share: self.groups }
     }
 }
 
@@ -118,7 +119,7 @@ impl<T> KeyTile<'_, T> {
     }
 
     /// The width, which is a multiple of 16 whatever the caller wrote.
-    fn padded_width(&self) -> usize {
+    pub(super) fn padded_width(&self) -> usize {
         self.width / PANEL * PANEL
     }
 }
@@ -137,6 +138,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// Softmax, dropout and values, from the scores that `p` holds.
+    #[inline(always)]
     pub(crate) fn weigh(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, scoring: &Scoring<'_, T>) {
         let visible = self.softmax(group, tile, scoring);
         if let Some(dropped) = &scoring.dropout {
@@ -146,10 +148,11 @@ impl<T: Real> Kernels<T> {
     }
 
     /// `p = q k^T` for the keys of the panels.
+    #[inline(always)]
     pub(crate) fn scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
         let Group { rows, head_dim, q, q_row, .. } = *group;
         let queries = Queries { rows, head_dim, q, q_row };
-        let ahead = tile.next.map_or(Ahead::NOTHING, Next::keys);
+        let ahead = tile.next.map_or(Ahead::NOTHING, |next| next.keys(tile.group));
         self.products_ahead(&queries, tile.keys, tile.panels.clone(), group.p, ahead);
     }
 
@@ -158,6 +161,7 @@ impl<T: Real> Kernels<T> {
         self.products_ahead(queries, keys, panels, p, Ahead::NOTHING);
     }
 
+    #[inline(always)]
     fn products_ahead(
         &self,
         queries: &Queries<'_, T>,
@@ -198,6 +202,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// Scores to probabilities. Returns what each row sees, unless that is all of the panels.
+    #[inline(always)]
     pub(crate) fn softmax(
         &self,
         group: &mut Group<'_, T>,
@@ -238,6 +243,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// `o += p v` over the keys of the panels; `visible` is what [`Kernels::softmax`] returned.
+    #[inline(always)]
     pub(crate) fn values(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, visible: Option<&Visible>) {
         let (rows, keys, width) = (group.rows.min(MAX_ROWS), tile.range(), tile.padded_width());
         if rows == 0 {
@@ -281,7 +287,7 @@ impl<T: Real> Kernels<T> {
                     c: o.as_mut_ptr(),
                     c_row: group.o_row,
                     start: Start::Add,
-                    ahead: tile.next.map_or(Ahead::NOTHING, Next::values),
+                    ahead: tile.next.map_or(Ahead::NOTHING, |next| next.values(tile.group)),
                 };
                 self.tile_of(&shape, v);
             },
@@ -296,7 +302,7 @@ fn columns(panels: &Range<usize>) -> Range<usize> {
 }
 
 /// Elements of `rows` rows that begin `row` apart and use `width` elements each; more than any slice has on overflow.
-fn extent(rows: usize, row: usize, width: usize) -> usize {
+pub(super) fn extent(rows: usize, row: usize, width: usize) -> usize {
     if rows == 0 { 0 } else { (rows - 1).saturating_mul(row).saturating_add(width) }
 }
 

@@ -100,6 +100,7 @@ impl<T: Real> Case<T> {
                 finite: if all { Finite::All } else { Finite::NotAll },
                 panels,
                 next: None,
+                group: 0,
             };
             let scoring = Scoring {
                 visible: (!plain).then_some(&bits[..]),
@@ -334,6 +335,7 @@ fn only_the_panels_asked_for_are_touched() {
             values: Operand::Own(values),
             width: PANEL,
             next: None,
+            group: 0,
             finite: Finite::All,
             panels: 1..3,
         };

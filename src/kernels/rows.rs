@@ -1,0 +1,177 @@
+//! Many rows meet a tile of keys that all of them see: the common case, without a word that is not needed.
+//!
+//! ```text
+//! for each group of 6 rows, and one more:
+//!     p' = q k^T                                       of the group
+//!     p, m, l = softmax step;  o += p v                of the group before, see `step.rs`
+//! ```
+//!
+//! The products of a group come before the softmax of the group before it, since neither waits for the other: the CPU
+//! begins the one while it ends the other. What the kernels are told differs by a few addresses. Putting it together anew
+//! for each group, with its checks, is 740 instructions (60 here) beside the 22300 of the products at AVX2. Both together:
+//! 7.7 to 7.0 ms for 2 heads of 1024 queries, keys and 64 columns on a thread of a Zen 3.
+
+use super::real::Real;
+use super::softmax::Softmax;
+use super::step::{Group, KeyTile, extent};
+use super::table::{Kernels, VALUES_PANEL, values_len};
+use super::tile::{Ahead, MAX_ROWS, Start, Tile};
+use super::{KEYS, PANEL};
+use std::ptr;
+
+impl<T: Real> Kernels<T> {
+    /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see, with no bias and no
+    /// dropout; `p: [2][6][64]`. Does nothing and returns false if the tile is not in the type that is computed in.
+    pub(crate) fn attend_rows(
+        &self,
+        all: &mut Group<'_, T>,
+        tile: &KeyTile<'_, T>,
+        softcap: Option<T>,
+        factor: T,
+    ) -> bool {
+        let (Some(k), Some(v)) = (tile.keys.own(), tile.values.own()) else { return false };
+        let Group { rows, head_dim, q_row, o_row, .. } = *all;
+        let width = tile.padded_width();
+        let k = &k[..head_dim.saturating_mul(KEYS)];
+        let v = &v[..values_len(KEYS, width)];
+        let q = &all.q[..extent(rows, q_row, head_dim)];
+        let o = &mut all.o[..extent(rows, o_row, width)];
+        let (m, l) = (&mut all.m[..rows], &mut all.l[..rows.saturating_mul(PANEL)]);
+        let (p, next_p) = all.p[..2 * MAX_ROWS * KEYS].split_at_mut(MAX_ROWS * KEYS);
+
+        let mut scores = Tile {
+            rows: 0,
+            n: KEYS,
+            k: head_dim,
+            a: q.as_ptr(),
+            a_row: q_row,
+            a_k: 1,
+            b: k.as_ptr(),
+            b_panel: head_dim * PANEL,
+            b_k: PANEL,
+            c: p.as_mut_ptr(),
+            c_row: KEYS,
+            start: Start::Zero,
+            ahead: Ahead::NOTHING,
+        };
+        let mut softmax = Softmax {
+            rows: 0,
+            first: 0,
+            end: KEYS,
+            p: p.as_mut_ptr(),
+            m: m.as_mut_ptr(),
+            l: l.as_mut_ptr(),
+            o: o.as_mut_ptr(),
+            o_row,
+            width,
+            visible: ptr::null_mut(),
+            all_visible: true,
+            bias: ptr::null(),
+            softcap,
+            factor,
+        };
+        let mut values = Tile {
+            rows: 0,
+            n: width,
+            k: KEYS,
+            a: p.as_ptr(),
+            a_row: KEYS,
+            a_k: 1,
+            b: v.as_ptr(),
+            b_panel: VALUES_PANEL,
+            b_k: PANEL,
+            c: o.as_mut_ptr(),
+            c_row: o_row,
+            start: Start::Add,
+            ahead: Ahead::NOTHING,
+        };
+        let p = [p.as_mut_ptr(), next_p.as_mut_ptr()];
+        let groups = rows.div_ceil(MAX_ROWS);
+        for group in 0..=groups {
+            // SAFETY: groups have 1 to 6 rows; the slices above end with the last row of the last one, and `k` has 4
+            // panels, `v` 64 rows of its panels, each `p` 6 rows. Bits of keys are neither read nor written without a
+            // mask and a bias.
+            unsafe {
+                if group < groups {
+                    let first = group * MAX_ROWS;
+                    scores.rows = MAX_ROWS.min(rows - first);
+                    (scores.a, scores.c) = (q.as_ptr().add(first * q_row), p[group % 2]);
+                    if let Some(next) = tile.next {
+                        scores.ahead = next.keys(group);
+                    }
+                    (self.tile)(&scores);
+                }
+                let Some(group) = group.checked_sub(1) else { continue };
+                let first = group * MAX_ROWS;
+                softmax.rows = MAX_ROWS.min(rows - first);
+                softmax.p = p[group % 2];
+                softmax.m = m.as_mut_ptr().add(first);
+                softmax.l = l.as_mut_ptr().add(first * PANEL);
+                softmax.o = o.as_mut_ptr().add(first * o_row);
+                (self.softmax)(&softmax);
+                (values.rows, values.a, values.c) = (softmax.rows, softmax.p, softmax.o);
+                if let Some(next) = tile.next {
+                    values.ahead = next.values(group);
+                }
+                (self.tile)(&values);
+            }
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::kernels::testing::{Numbers, at_every_level, nans};
+    use crate::kernels::{Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Next, Operand, PANEL, Real, Scoring};
+
+    /// `m`, `l` and `o` after two tiles, all rows at once or group by group.
+    fn run<T: Real>(kernels: &Kernels<T>, rows: usize, head_dim: usize, width: usize, at_once: bool) -> [Vec<T>; 3] {
+        let mut numbers = Numbers::new((rows * 1000 + head_dim + width) as u64);
+        let q = numbers.vec::<T>(rows * head_dim);
+        let (mut m, mut l, mut o) =
+            (vec![T::neg_infinity(); rows], vec![T::zero(); rows * PANEL], vec![T::zero(); rows * width]);
+        let (softcap, factor) = (Some(T::LOG2_E), T::LOG2_E);
+        for _ in 0..2 {
+            let (k, v) = (numbers.vec::<T>(head_dim * KEYS), numbers.vec::<T>(KEYS * width));
+            let (keys, values) = (Operand::Own(&k[..]), Operand::Own(&v[..]));
+            let next = Some(Next { keys, values, groups: rows.div_ceil(MAX_ROWS) });
+            let tile = KeyTile { keys, values, width, finite: Finite::All, panels: 0..KEYS / PANEL, next, group: 0 };
+            let (height, mut p) = (if at_once { rows } else { MAX_ROWS }, nans(2 * MAX_ROWS * KEYS));
+            for first in (0..rows).step_by(height) {
+                let mut group = Group {
+                    rows: height.min(rows - first),
+                    head_dim,
+                    q: &q[first * head_dim..],
+                    q_row: head_dim,
+                    m: &mut m[first..],
+                    l: &mut l[first * PANEL..],
+                    o: &mut o[first * width..],
+                    o_row: width,
+                    p: &mut p,
+                };
+                if at_once {
+                    assert!(kernels.attend_rows(&mut group, &tile, softcap, factor));
+                } else {
+                    let scoring = Scoring { visible: None, bias: None, softcap, factor, dropout: None };
+                    kernels.attend(&mut group, &tile, &scoring);
+                }
+            }
+        }
+        [m, l, o]
+    }
+
+    #[test]
+    fn all_rows_at_once_have_the_bits_of_one_group_after_the_other() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for rows in [1, 2, 4, 5, 6, 7, 11, 12, 13, 32] {
+                for (head_dim, width) in [(1, 16), (64, 64), (80, 128), (3, 48)] {
+                    let [at_once, groups] = [true, false].map(|at_once| run(kernels, rows, head_dim, width, at_once));
+                    assert_eq!(at_once, groups, "{rows} rows, {head_dim} and {width} columns");
+                    assert!(at_once.iter().flatten().all(|x| x.is_finite()));
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+}
