@@ -11,7 +11,7 @@
 //! waits for the first to end. The product inside a block is `kernels/gemm.rs`. Every element sums its terms in order,
 //! so neither the blocks nor the threads change a bit.
 
-use ndarray::{Array1, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use ndarray::{Array1, ArrayRef0, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
 
 use crate::element::Element;
 use crate::kernels::{Blocks, Kernels, Linear, Start, block_scratch, reserve};
@@ -53,6 +53,20 @@ pub(crate) struct WeightGradient<'a, T> {
     pub(crate) d_w: ArrayViewMut2<'a, T>,
     /// Whether `d_w` is added to.
     pub(crate) start: Start,
+}
+
+impl<'a, T> WeightGradient<'a, T> {
+    /// That of a bias, which is the weight of an input that is always 1.
+    pub(crate) fn of_bias(
+        one: &'a ArrayRef0<T>,
+        d_y: ArrayView3<'a, T>,
+        d_b: &'a mut Option<Array1<T>>,
+        start: Start,
+    ) -> Option<Self> {
+        let (batch, len, _) = d_y.dim();
+        let d_w = d_b.as_mut()?.view_mut().insert_axis(Axis(0));
+        Some(Self { x: one.broadcast((batch, len, 1))?, d_y, d_w, start })
+    }
 }
 
 /// Rows and columns of a block: W is packed once for all rows of a block, which costs 3 % of 128 rows.

@@ -12,10 +12,9 @@
 //! (Vaswani et al. 2017, section 3.3, <https://arxiv.org/abs/1706.03762>; gates: Shazeer 2020,
 //! <https://arxiv.org/abs/2002.05202>.)
 
-use ndarray::{Array, Array1, Array2, Array3, ArrayRef, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
+use ndarray::{Array, Array1, Array2, Array3, ArrayRef, ArrayView3, ArrayViewD, ArrayViewMut3, ArrayViewMutD, aview0};
 
 use super::activation::{Activation, Part};
-use super::norm::column_sums;
 use crate::element::{Element, reused, zeros};
 use crate::error::{Result, check_shape};
 use crate::kernels::{Level, Start};
@@ -54,6 +53,68 @@ impl<T: Element> FeedForwardWeights<T> {
     /// ```
     pub fn new(w_in: Array2<T>, w_out: Array2<T>) -> Self {
         Self { w_in, b_in: None, w_gate: None, b_gate: None, w_out, b_out: None }
+    }
+
+    /// Zeros of the same shapes, with the same gate and biases: the start of a sum of gradients, or of an optimiser's
+    /// averages.
+    ///
+    /// ```
+    /// use multihead::{block::FeedForwardWeights, ndarray::Array2};
+    /// let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// assert_eq!(weights.zeros_like().w_out, Array2::zeros((32, 8)));
+    /// ```
+    pub fn zeros_like(&self) -> Self {
+        let matrix = |w: &Array2<T>| Array2::zeros(w.dim());
+        let vector = |b: &Option<Array1<T>>| b.as_ref().map(|b| Array1::zeros(b.dim()));
+        Self {
+            w_in: matrix(&self.w_in),
+            b_in: vector(&self.b_in),
+            w_gate: self.w_gate.as_ref().map(matrix),
+            b_gate: vector(&self.b_gate),
+            w_out: matrix(&self.w_out),
+            b_out: vector(&self.b_out),
+        }
+    }
+
+    /// All arrays that there are, by the names of the fields and in their order.
+    ///
+    /// ```
+    /// use multihead::{block::FeedForwardWeights, ndarray::Array2};
+    /// let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// assert_eq!(weights.iter().map(|(name, _)| name).collect::<Vec<_>>(), ["w_in", "w_out"]);
+    /// ```
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, ArrayViewD<'_, T>)> {
+        let Self { w_in, b_in, w_gate, b_gate, w_out, b_out } = self;
+        let arrays = [
+            ("w_in", Some(w_in.view().into_dyn())),
+            ("b_in", b_in.as_ref().map(|b| b.view().into_dyn())),
+            ("w_gate", w_gate.as_ref().map(|w| w.view().into_dyn())),
+            ("b_gate", b_gate.as_ref().map(|b| b.view().into_dyn())),
+            ("w_out", Some(w_out.view().into_dyn())),
+            ("b_out", b_out.as_ref().map(|b| b.view().into_dyn())),
+        ];
+        arrays.into_iter().filter_map(|(name, array)| Some((name, array?)))
+    }
+
+    /// [`FeedForwardWeights::iter`] to write to.
+    ///
+    /// ```
+    /// use multihead::{block::FeedForwardWeights, ndarray::Array2};
+    /// let mut weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// weights.iter_mut().for_each(|(_, mut array)| array *= 0.5);
+    /// assert_eq!(weights.w_in[[0, 0]], 0.5);
+    /// ```
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (&'static str, ArrayViewMutD<'_, T>)> {
+        let Self { w_in, b_in, w_gate, b_gate, w_out, b_out } = self;
+        let arrays = [
+            ("w_in", Some(w_in.view_mut().into_dyn())),
+            ("b_in", b_in.as_mut().map(|b| b.view_mut().into_dyn())),
+            ("w_gate", w_gate.as_mut().map(|w| w.view_mut().into_dyn())),
+            ("b_gate", b_gate.as_mut().map(|b| b.view_mut().into_dyn())),
+            ("w_out", Some(w_out.view_mut().into_dyn())),
+            ("b_out", b_out.as_mut().map(|b| b.view_mut().into_dyn())),
+        ];
+        arrays.into_iter().filter_map(|(name, array)| Some((name, array?)))
     }
 
     fn check(&self) -> Result<()> {
@@ -105,11 +166,23 @@ pub struct FeedForwardGradients<T> {
     pub weights: FeedForwardWeights<T>,
 }
 
+/// What the way back goes from, and where to.
+pub(super) struct Passed<'a, T> {
+    /// `[batch, len, d_model]`
+    pub(super) x: ArrayView3<'a, T>,
+    /// `[batch, len, d_model]`
+    pub(super) d_y: ArrayView3<'a, T>,
+    /// `[batch, len, d_model]`, filled.
+    pub(super) d_x: ArrayViewMut3<'a, T>,
+}
+
 /// Memory that is kept from block to block.
 #[derive(Debug, Default)]
 pub(super) struct Room<T> {
     hidden: Vec<T>,
     gate: Vec<T>,
+    /// Gradients of both.
+    back: [Vec<T>; 2],
     /// Packed weights, for each thread.
     scratch: Vec<Vec<T>>,
 }
@@ -142,6 +215,10 @@ impl<T: Element> FeedForward<T> {
     /// ```
     pub fn weights(&self) -> &FeedForwardWeights<T> {
         &self.weights
+    }
+
+    pub(super) fn weights_mut(&mut self) -> &mut FeedForwardWeights<T> {
+        &mut self.weights
     }
 
     /// Replaces all weights and biases.
@@ -219,49 +296,81 @@ impl<T: Element> FeedForward<T> {
         self.check(x)?;
         let (batch, len, d_model) = x.dim();
         check_shape("d_y", "[batch, len, d_model]", [batch, len, d_model].map(Some), d_y.shape())?;
-        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, b_out } = &self.weights;
-        let scratch = &mut Vec::new();
-        let sums =
-            |wanted: &Option<Array1<T>>, d: &Array3<T>| wanted.as_ref().map(|_| column_sums(d.view())).transpose();
-        let at = |part, h: &Array3<T>| -> Result<Array3<T>> {
-            let mut y = super::norm::copied("hidden", h.view())?;
-            self.activate(part, &mut y);
-            Ok(y)
-        };
-
-        let h = product(x, w_in.view(), b_in.as_ref(), scratch)?;
-        let mut d_h = product(d_y, w_out.t(), None, scratch)?;
-        let (a, gates) = match w_gate {
-            None => {
-                let a = at(Part::Value, &h)?;
-                d_h *= &at(Part::Slope, &h)?;
-                (a, None)
-            }
-            Some(w_gate) => {
-                let g = product(x, w_gate.view(), b_gate.as_ref(), scratch)?;
-                let mut d_g = at(Part::Slope, &g)?;
-                d_g *= &h;
-                d_g *= &d_h;
-                let value = at(Part::Value, &g)?;
-                d_h *= &value;
-                (value * &h, Some((w_gate, d_g)))
-            }
-        };
-        let mut d_x = product(d_h.view(), w_in.t(), None, scratch)?;
-        let mut weights = FeedForwardWeights {
-            w_in: weight_gradient(x, d_h.view(), scratch)?,
-            b_in: sums(b_in, &d_h)?,
-            w_gate: None,
-            b_gate: None,
-            w_out: weight_gradient(a.view(), d_y, scratch)?,
-            b_out: b_out.as_ref().map(|_| column_sums(d_y)).transpose()?,
-        };
-        if let Some((w_gate, d_g)) = gates {
-            d_x += &product(d_g.view(), w_gate.t(), None, scratch)?;
-            weights.w_gate = Some(weight_gradient(x, d_g.view(), scratch)?);
-            weights.b_gate = sums(b_gate, &d_g)?;
-        }
+        let mut d_x = zeros("d_x", "[batch, len, d_model]", (batch, len, d_model))?;
+        let mut weights = self.weights.zeros_like();
+        self.differentiate(Passed { x, d_y, d_x: d_x.view_mut() }, &mut weights, &mut Room::default())?;
         Ok(FeedForwardGradients { d_x, weights })
+    }
+
+    /// Fills the gradient of `x` and adds to those of the weights; the arguments have been checked. A token whose gradient
+    /// is zero gives nothing, whatever it holds.
+    pub(super) fn differentiate(
+        &self,
+        Passed { x, d_y, mut d_x }: Passed<'_, T>,
+        d_weights: &mut FeedForwardWeights<T>,
+        room: &mut Room<T>,
+    ) -> Result<()> {
+        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, .. } = &self.weights;
+        let (batch, len, _) = x.dim();
+        let shape = (batch, len, w_in.ncols());
+        let array = |memory: &mut Vec<T>| reused("hidden", "[batch, len, width]", shape, std::mem::take(memory));
+        let Room { hidden, gate, back: [back_hidden, back_gate], scratch } = room;
+        let (mut h, mut g, mut d_h) = (array(hidden)?, array(gate)?, array(back_hidden)?);
+        let mut d_g = match w_gate {
+            Some(_) => Some(array(back_gate)?),
+            None => None,
+        };
+        let into_h = Projected::new(x, w_in.view(), b_in.as_ref(), h.view_mut());
+        let into_g = w_gate.as_ref().map(|w| Projected::new(x, w.view(), b_gate.as_ref(), g.view_mut()));
+        // That of a so far.
+        let into_d_h = Projected::new(d_y, w_out.t(), None, d_h.view_mut());
+        T::project(Level::best(), [Some(into_h), into_g, Some(into_d_h)], scratch);
+        match &mut d_g {
+            None => {
+                g.assign(&h);
+                self.activate(Part::Slope, &mut g);
+                d_h *= &g;
+                self.activate(Part::Value, &mut h);
+            }
+            Some(d_g) => {
+                d_g.assign(&g);
+                self.activate(Part::Slope, d_g);
+                *d_g *= &h;
+                *d_g *= &d_h;
+                self.activate(Part::Value, &mut g);
+                d_h *= &g;
+                h *= &g;
+            }
+        }
+        let a = h;
+        for d in [Some(&mut d_h), d_g.as_mut()].into_iter().flatten() {
+            clear_unseen(d, d_y);
+        }
+
+        let FeedForwardWeights { w_in: d_w_in, b_in, w_gate: d_w_gate, b_gate, w_out: d_w_out, b_out } = d_weights;
+        let of_weights = |x, d_y, d_w| WeightGradient { x, d_y, d_w, start: Start::Add };
+        let gates = d_w_gate.as_mut().zip(d_g.as_ref());
+        let of_gate = gates.map(|(d_w, d_g)| of_weights(x, d_g.view(), d_w.view_mut()));
+        let of_in = of_weights(x, d_h.view(), d_w_in.view_mut());
+        let of_out = of_weights(a.view(), d_y, d_w_out.view_mut());
+        T::weight_gradients(Level::best(), [Some(of_in), of_gate, Some(of_out)], Terms::Seen, scratch);
+        let one = T::one();
+        let one = aview0(&one);
+        let of_bias = |d_y, d_b| WeightGradient::of_bias(&one, d_y, d_b, Start::Add);
+        let of_gate = d_g.as_ref().and_then(|d_g| of_bias(d_g.view(), b_gate));
+        let of_biases = [of_bias(d_h.view(), b_in), of_gate, of_bias(d_y, b_out)];
+        T::weight_gradients(Level::best(), of_biases, Terms::All, scratch);
+
+        let through_h = Projected::new(d_h.view(), w_in.t(), None, d_x.view_mut());
+        T::project(Level::best(), [Some(through_h), None, None], scratch);
+        if let Some((w, d_g)) = w_gate.as_ref().zip(d_g.as_ref()) {
+            let through_g = Projected { start: Start::Add, ..Projected::new(d_g.view(), w.t(), None, d_x.view_mut()) };
+            T::project(Level::best(), [Some(through_g), None, None], scratch);
+        }
+        let memory = |array: Array3<T>| array.into_raw_vec_and_offset().0;
+        (*hidden, *gate) = (memory(a), memory(g));
+        (*back_hidden, *back_gate) = (memory(d_h), d_g.map(memory).unwrap_or_default());
+        Ok(())
     }
 
     /// The walk; the arguments have been checked.
@@ -306,29 +415,12 @@ impl<T: Element> FeedForward<T> {
     }
 }
 
-/// `x w + bias` of all tokens.
-fn product<T: Element>(
-    x: ArrayView3<'_, T>,
-    w: ArrayView2<'_, T>,
-    bias: Option<&Array1<T>>,
-    scratch: &mut Vec<Vec<T>>,
-) -> Result<Array3<T>> {
-    let (batch, len, _) = x.dim();
-    let mut y = zeros("product", "[batch, len, out]", (batch, len, w.ncols()))?;
-    T::project(Level::best(), [Some(Projected::new(x, w, bias, y.view_mut())), None, None], scratch);
-    Ok(y)
-}
-
-/// `sum x^T d_y` over all tokens.
-fn weight_gradient<T: Element>(
-    x: ArrayView3<'_, T>,
-    d_y: ArrayView3<'_, T>,
-    scratch: &mut Vec<Vec<T>>,
-) -> Result<Array2<T>> {
-    let mut d_w = zeros("d_w", "[in, out]", (x.len_of(Axis(2)), d_y.len_of(Axis(2))))?;
-    let gradient = WeightGradient { x, d_y, d_w: d_w.view_mut(), start: Start::Zero };
-    T::weight_gradients(Level::best(), [Some(gradient), None, None], Terms::All, scratch);
-    Ok(d_w)
+/// Zero where the gradient that came in is zero for the whole token.
+fn clear_unseen<T: Element>(d: &mut Array3<T>, d_y: ArrayView3<'_, T>) {
+    for (mut d, d_y) in d.outer_iter_mut().zip(d_y.outer_iter()) {
+        let tokens = d.outer_iter_mut().zip(d_y.outer_iter());
+        tokens.filter(|(_, d_y)| d_y.iter().all(|d| d.is_zero())).for_each(|(mut d, _)| d.fill(T::zero()));
+    }
 }
 
 #[cfg(test)]
@@ -360,12 +452,7 @@ mod tests {
 
     /// The arrays of the weights, one after the other.
     fn arrays(w: &mut FeedForwardWeights<f64>) -> Vec<(&'static str, Vec<&mut f64>)> {
-        let mut arrays = vec![("w_in", w.w_in.iter_mut().collect()), ("w_out", w.w_out.iter_mut().collect())];
-        arrays.extend(w.w_gate.as_mut().map(|w| ("w_gate", w.iter_mut().collect())));
-        arrays.extend(w.b_in.as_mut().map(|b| ("b_in", b.iter_mut().collect())));
-        arrays.extend(w.b_gate.as_mut().map(|b| ("b_gate", b.iter_mut().collect())));
-        arrays.extend(w.b_out.as_mut().map(|b| ("b_out", b.iter_mut().collect())));
-        arrays
+        w.iter_mut().map(|(name, array)| (name, array.into_iter().collect())).collect()
     }
 
     #[test]
@@ -427,6 +514,23 @@ mod tests {
                         check(name, *d, moved(STEP), moved(-STEP));
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_without_a_gradient_give_nothing_whatever_they_hold() {
+        let (mut x, mut d_y) = (numbers::<Ix3>(7, (2, 3, 5)), numbers::<Ix3>(8, (2, 3, 5)));
+        d_y.slice_mut(s![1, 2, ..]).fill(0.0);
+        for is_gated in [false, true] {
+            let block = FeedForward::new(weights(is_gated, true), Activation::Silu).unwrap();
+            x.slice_mut(s![1, 2, ..]).fill(0.5);
+            let want = block.backward(&x, &d_y).unwrap();
+            x.slice_mut(s![1, 2, ..]).fill(f64::NAN);
+            let FeedForwardGradients { d_x, weights } = block.backward(&x, &d_y).unwrap();
+            assert_eq!(d_x, want.d_x);
+            for ((name, got), (_, want)) in weights.iter().zip(want.weights.iter()) {
+                assert!(got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-13), "{is_gated} {name}");
             }
         }
     }

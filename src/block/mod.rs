@@ -28,5 +28,5 @@ pub(crate) use activation::{Part, activate};
 pub use call::Call;
 pub use feed_forward::{FeedForward, FeedForwardGradients, FeedForwardWeights};
 pub use layer::{Block, BlockCache, Norms};
-pub use norm::{Norm, NormGradients};
+pub use norm::{Norm, NormGradients, NormWeights};
 pub use stack::Stack;

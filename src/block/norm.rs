@@ -1,6 +1,6 @@
 //! LayerNorm and RMSNorm of tokens: `x: [batch, len, d_model]`, see `crate::norm` for the formulas.
 
-use ndarray::{Array, Array1, Array3, ArrayRef, ArrayView3, Axis};
+use ndarray::{Array, Array1, Array3, ArrayRef, ArrayView3, ArrayViewD, ArrayViewMutD, Axis};
 
 use crate::element::{Element, zeros};
 use crate::error::{Error, Result, check_shape};
@@ -22,10 +22,60 @@ use crate::norm::RowNorm;
 #[doc(alias = "RMSNorm")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct Norm<T> {
-    weight: Array1<T>,
-    bias: Option<Array1<T>>,
+    weights: NormWeights<T>,
     eps: f64,
     kind: Kind,
+}
+
+/// The weight and the bias of a [`Norm`], or their gradients.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NormWeights<T> {
+    /// `[d_model]`
+    pub weight: Array1<T>,
+    /// `[d_model]`
+    pub bias: Option<Array1<T>>,
+}
+
+impl<T: Element> NormWeights<T> {
+    /// Zeros of the same shapes, with a bias if there is one.
+    ///
+    /// ```
+    /// # use multihead::{block::Norm, ndarray::Array1};
+    /// let norm = Norm::layer(Array1::<f32>::ones(8), Some(Array1::ones(8)), 1e-5)?;
+    /// assert_eq!(norm.weights().zeros_like().bias, Some(Array1::zeros(8)));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn zeros_like(&self) -> Self {
+        let vector = |vector: &Array1<T>| Array1::zeros(vector.dim());
+        Self { weight: vector(&self.weight), bias: self.bias.as_ref().map(vector) }
+    }
+
+    /// The arrays that there are, by the names of the fields and in their order.
+    ///
+    /// ```
+    /// # use multihead::{block::Norm, ndarray::Array1};
+    /// let norm = Norm::<f32>::rms(Array1::ones(8), 1e-6)?;
+    /// assert_eq!(norm.weights().iter().map(|(name, _)| name).collect::<Vec<_>>(), ["weight"]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, ArrayViewD<'_, T>)> {
+        let vectors = [("weight", Some(&self.weight)), ("bias", self.bias.as_ref())];
+        vectors.into_iter().filter_map(|(name, vector)| Some((name, vector?.view().into_dyn())))
+    }
+
+    /// [`NormWeights::iter`] to write to.
+    ///
+    /// ```
+    /// # use multihead::{block::Norm, ndarray::Array1};
+    /// let norm = Norm::<f32>::rms(Array1::ones(8), 1e-6)?;
+    /// let mut average = norm.weights().zeros_like();
+    /// average.iter_mut().for_each(|(_, mut array)| array.fill(0.5));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (&'static str, ArrayViewMutD<'_, T>)> {
+        let vectors = [("weight", Some(&mut self.weight)), ("bias", self.bias.as_mut())];
+        vectors.into_iter().filter_map(|(name, vector)| Some((name, vector?.view_mut().into_dyn())))
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,10 +89,16 @@ enum Kind {
 pub struct NormGradients<T> {
     /// `[batch, len, d_model]`
     pub d_x: Array3<T>,
-    /// `[d_model]`
-    pub d_weight: Array1<T>,
-    /// `[d_model]`, where there is a bias.
-    pub d_bias: Option<Array1<T>>,
+    /// The gradients of the weight and the bias, under their names.
+    pub weights: NormWeights<T>,
+}
+
+/// Memory of the way back that is kept from norm to norm.
+#[derive(Debug, Default)]
+pub(super) struct Room<T> {
+    /// The gradient of the weight.
+    sums: Vec<T>,
+    chunks: Vec<T>,
 }
 
 impl<T: Element> Norm<T> {
@@ -61,7 +117,7 @@ impl<T: Element> Norm<T> {
         if let Some(bias) = &bias {
             check_shape("bias", "[d_model]", [Some(weight.len())], bias.shape())?;
         }
-        Self { weight, bias, eps, kind: Kind::Layer }.checked()
+        Self { weights: NormWeights { weight, bias }, eps, kind: Kind::Layer }.checked()
     }
 
     /// RMSNorm with `weight: [d_model]`.
@@ -76,7 +132,7 @@ impl<T: Element> Norm<T> {
     /// [`Error::Value`] for an eps that is negative or not finite.
     #[doc(alias = "rms_norm_eps")]
     pub fn rms(weight: Array1<T>, eps: f64) -> Result<Self> {
-        Self { weight, bias: None, eps, kind: Kind::Rms }.checked()
+        Self { weights: NormWeights { weight, bias: None }, eps, kind: Kind::Rms }.checked()
     }
 
     fn checked(self) -> Result<Self> {
@@ -95,7 +151,23 @@ impl<T: Element> Norm<T> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn d_model(&self) -> usize {
-        self.weight.len()
+        self.weights.weight.len()
+    }
+
+    /// The weight, and the bias if there is one.
+    ///
+    /// ```
+    /// # use multihead::{block::Norm, ndarray::Array1};
+    /// let norm = Norm::rms(Array1::<f32>::ones(8), 1e-6)?;
+    /// assert_eq!(norm.weights().weight, Array1::ones(8));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn weights(&self) -> &NormWeights<T> {
+        &self.weights
+    }
+
+    pub(super) fn weights_mut(&mut self) -> &mut NormWeights<T> {
+        &mut self.weights
     }
 
     /// Normalises each token: `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape.
@@ -126,7 +198,7 @@ impl<T: Element> Norm<T> {
     /// let gradients = norm.backward(&x, &Array3::ones((2, 5, 8)))?;
     /// // The same step in all directions changes nothing but the mean.
     /// assert!(gradients.d_x.iter().all(|d| d.abs() < 1e-12));
-    /// assert_eq!(gradients.d_bias, Some(Array1::from_elem(8, 10.0)));
+    /// assert_eq!(gradients.weights.bias, Some(Array1::from_elem(8, 10.0)));
     /// # Ok::<(), multihead::Error>(())
     /// ```
     ///
@@ -137,18 +209,33 @@ impl<T: Element> Norm<T> {
         self.check("x", x)?;
         let (batch, len, d_model) = x.dim();
         check_shape("d_y", "[batch, len, d_model]", [batch, len, d_model].map(Some), d_y.shape())?;
-        let x = copied("x", x)?;
-        let mut d_x = copied("d_x", d_y)?;
-        let mut d_weight: Array1<T> = zeros("d_weight", "[d_model]", d_model)?;
-        let d_bias = match &self.bias {
-            Some(_) => Some(column_sums(d_y)?),
-            None => None,
-        };
-        // All three have just been made and lie in one piece.
-        if let (Some(x), Some(d_x), Some(d_weight)) = (x.as_slice(), d_x.as_slice_mut(), d_weight.as_slice_mut()) {
-            T::differentiate_norm(&self.rule(), x, d_x, d_weight, &mut Vec::new())?;
+        let (x, mut d_x) = (copied("x", x)?, copied("d_x", d_y)?);
+        let mut weights = self.weights.zeros_like();
+        self.differentiate(&x, &mut d_x, &mut weights, &mut Room::default())?;
+        Ok(NormGradients { d_x, weights })
+    }
+
+    /// Turns the gradient of the output into that of `x`, and adds to those of weight and bias. The arguments have been
+    /// checked; both arrays are in standard layout. A token whose gradient is zero gives nothing, whatever it holds.
+    pub(super) fn differentiate(
+        &self,
+        x: &Array3<T>,
+        d: &mut Array3<T>,
+        d_weights: &mut NormWeights<T>,
+        room: &mut Room<T>,
+    ) -> Result<()> {
+        debug_assert!(x.is_standard_layout() && d.is_standard_layout());
+        if let Some(d_bias) = &mut d_weights.bias {
+            *d_bias += &column_sums(d.view())?;
         }
-        Ok(NormGradients { d_x, d_weight, d_bias })
+        let Room { sums, chunks } = room;
+        sums.clear();
+        sums.resize(self.d_model(), T::zero());
+        if let (Some(x), Some(d)) = (x.as_slice(), d.as_slice_mut()) {
+            T::differentiate_norm(&self.rule(), x, d, sums, chunks)?;
+        }
+        d_weights.weight.iter_mut().zip(&*sums).for_each(|(d, &sum)| *d += sum);
+        Ok(())
     }
 
     /// Normalises tokens where they are: an array in standard layout that has been checked.
@@ -164,10 +251,10 @@ impl<T: Element> Norm<T> {
     }
 
     fn rule(&self) -> RowNorm<'_, T> {
-        let rms = RowNorm::new(&self.weight, self.eps);
+        let rms = RowNorm::new(&self.weights.weight, self.eps);
         match self.kind {
             Kind::Rms => rms,
-            Kind::Layer => rms.centred(self.bias.as_ref()),
+            Kind::Layer => rms.centred(self.weights.bias.as_ref()),
         }
     }
 }

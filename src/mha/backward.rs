@@ -11,9 +11,10 @@
 //! Sums run over the tokens of all batch entries, in their order. An array that plays several roles has the sum of its
 //! gradients: `d_x = d_query + d_key + d_value` in self-attention.
 
-use ndarray::{Array1, Array2, Array3, Array4, ArrayRef0, ArrayRef3, ArrayView3, ArrayViewMut3, Axis, aview0};
+use ndarray::{Array2, Array3, Array4, ArrayRef3, ArrayView3, ArrayViewMut3, aview0};
 
 use super::forward::{Activations, Inputs, Room, Sources, by_head, by_token, by_token_mut, level};
+use super::train::TapeRef;
 use super::{MultiHeadAttention, Tape, Weights};
 use crate::attention::{GradientsMut, Options, Saved, Workspace};
 use crate::element::{Element, reused, zeros};
@@ -39,6 +40,15 @@ pub struct LayerGradients<T> {
     pub d_bias: Option<Array4<T>>,
     /// The gradient of each weight, bias and sink, under its name.
     pub weights: Weights<T>,
+}
+
+/// The arrays that backward fills, wherever they are kept.
+pub(crate) struct LayerGradientsMut<'g, T> {
+    pub(crate) d_query: &'g mut Array3<T>,
+    pub(crate) d_key: Option<&'g mut Array3<T>>,
+    pub(crate) d_value: Option<&'g mut Array3<T>>,
+    pub(crate) d_bias: Option<&'g mut Array4<T>>,
+    pub(crate) weights: &'g mut Weights<T>,
 }
 
 impl<T: Element> LayerGradients<T> {
@@ -72,6 +82,12 @@ impl<T: Element> LayerGradients<T> {
             d_bias: d_bias.transpose()?,
             weights: mha.weights.zeros_like(),
         })
+    }
+
+    fn by_parts(&mut self) -> LayerGradientsMut<'_, T> {
+        let Self { d_query, d_key, d_value, d_bias, weights } = self;
+        let (d_key, d_value, d_bias) = (d_key.as_mut(), d_value.as_mut(), d_bias.as_mut());
+        LayerGradientsMut { d_query, d_key, d_value, d_bias, weights }
     }
 
     /// Checks the shapes against a call's.
@@ -141,7 +157,7 @@ impl<T: Element> MultiHeadAttention<T> {
     pub fn backward(&self, tape: &Tape<'_, '_, T>, d_output: &ArrayRef3<T>) -> Result<LayerGradients<T>> {
         self.check_backward(tape, d_output)?;
         let mut gradients = LayerGradients::zeros(self, &tape.inputs, &tape.options)?;
-        self.differentiate(tape, d_output, Start::Zero, &mut gradients, &mut Workspace::new())?;
+        self.differentiate(tape.parts(), d_output, Start::Zero, gradients.by_parts(), &mut Workspace::new())?;
         Ok(gradients)
     }
 
@@ -161,7 +177,7 @@ impl<T: Element> MultiHeadAttention<T> {
     ) -> Result<()> {
         self.check_backward(&tape, d_output)?;
         gradients.check(self, &tape.inputs, &tape.options)?;
-        self.differentiate(&tape, d_output, Start::Zero, gradients, workspace)?;
+        self.differentiate(tape.parts(), d_output, Start::Zero, gradients.by_parts(), workspace)?;
         tape.recycle(workspace);
         Ok(())
     }
@@ -193,13 +209,13 @@ impl<T: Element> MultiHeadAttention<T> {
     ) -> Result<()> {
         self.check_backward(&tape, d_output)?;
         gradients.check(self, &tape.inputs, &tape.options)?;
-        self.differentiate(&tape, d_output, Start::Add, gradients, workspace)?;
+        self.differentiate(tape.parts(), d_output, Start::Add, gradients.by_parts(), workspace)?;
         tape.recycle(workspace);
         Ok(())
     }
 
     fn check_backward(&self, tape: &Tape<'_, '_, T>, d_output: &ArrayRef3<T>) -> Result<()> {
-        tape.check(self)?;
+        tape.parts().check(self)?;
         let (batch, q_len, _) = tape.inputs.query.dim();
         let expected = [batch, q_len, self.config.d_model].map(Some);
         check_shape("d_output", "[batch, q_len, d_model]", expected, d_output.shape())?;
@@ -210,12 +226,12 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// Fills all gradients, or adds those of the parameters; the arguments have been checked.
-    fn differentiate(
+    pub(crate) fn differentiate(
         &self,
-        tape: &Tape<'_, '_, T>,
+        tape: TapeRef<'_, '_, '_, T>,
         d_output: &ArrayRef3<T>,
         start: Start,
-        gradients: &mut LayerGradients<T>,
+        mut gradients: LayerGradientsMut<'_, T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
         let again = match &tape.recording.activations {
@@ -223,25 +239,25 @@ impl<T: Element> MultiHeadAttention<T> {
             None => {
                 let memory = std::mem::take(&mut workspace.layer.heads);
                 let room = Room { lse: None, weights: None, memory };
-                Some(self.activate(&tape.inputs, &tape.options, room, workspace, T::attend)?)
+                Some(self.activate(tape.inputs, tape.options, room, workspace, T::attend)?)
             }
         };
         if let Some(activations) = tape.recording.activations.as_ref().or(again.as_ref()) {
             let mut d_heads = room_like(activations, std::mem::take(&mut workspace.layer.d_heads))?;
-            let level = level(&tape.options);
+            let level = level(tape.options);
             let d_context = by_token_mut(&mut d_heads.context)?;
             let back = turned(d_output.view(), &self.weights.w_o, d_context, Start::Zero);
             T::project(level, [Some(back), None, None], &mut workspace.layer.scratch);
-            self.differentiate_heads(tape, activations, &mut d_heads, start, gradients, workspace)?;
-            self.differentiate_norms(tape, &mut d_heads, start, &mut gradients.weights, workspace)?;
+            self.differentiate_heads(tape, activations, &mut d_heads, start, &mut gradients, workspace)?;
+            self.differentiate_norms(tape, &mut d_heads, start, gradients.weights, workspace)?;
 
             let scratch = &mut workspace.layer.scratch;
             let context = by_token(&activations.context)?;
             let [d_q, d_k, d_v] = [by_token(&d_heads.q)?, by_token(&d_heads.k)?, by_token(&d_heads.v)?];
-            let Inputs { query, key, value, .. } = tape.inputs;
+            let &Inputs { query, key, value, .. } = tape.inputs;
             let d_projections = [(query, d_q), (key, d_k), (value, d_v), (context, d_output.view())];
-            differentiate_weights(level, d_projections, start, &mut gradients.weights, scratch);
-            self.differentiate_inputs(level, [d_q, d_k, d_v], gradients, scratch);
+            differentiate_weights(level, d_projections, start, gradients.weights, scratch);
+            self.differentiate_inputs(level, [d_q, d_k, d_v], &mut gradients, scratch);
             workspace.layer.d_heads = d_heads.into_memory();
         }
         if let Some(again) = again {
@@ -254,11 +270,11 @@ impl<T: Element> MultiHeadAttention<T> {
     /// parameters of the scores.
     fn differentiate_heads(
         &self,
-        tape: &Tape<'_, '_, T>,
+        tape: TapeRef<'_, '_, '_, T>,
         activations: &Activations<T>,
         d_heads: &mut Activations<T>,
         start: Start,
-        gradients: &mut LayerGradients<T>,
+        gradients: &mut LayerGradientsMut<'_, T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
         // Attention fills the gradients of its own parameters; what they held is added afterwards.
@@ -278,7 +294,7 @@ impl<T: Element> MultiHeadAttention<T> {
         };
         let Activations { q, k, v, context } = activations;
         let saved = Saved { q, k, v, context, lse: &tape.recording.lse };
-        T::differentiate(&saved, &d_heads.context, &self.options(&tape.options), views, workspace)?;
+        T::differentiate(&saved, &d_heads.context, &self.options(tape.options), views, workspace)?;
         gradients.of_scores().zip(&before).for_each(|(x, &before)| *x += before);
         workspace.layer.before = before;
 
@@ -289,7 +305,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// From the gradients of normalised queries and keys to those before, which are projected once more.
     fn differentiate_norms(
         &self,
-        tape: &Tape<'_, '_, T>,
+        tape: TapeRef<'_, '_, '_, T>,
         d_heads: &mut Activations<T>,
         start: Start,
         d_weights: &mut Weights<T>,
@@ -305,7 +321,7 @@ impl<T: Element> MultiHeadAttention<T> {
             let mut d_heads = by_token_mut(d_heads)?;
             let mut heads = reused("heads", "[batch, len, heads * head_dim]", d_heads.dim(), heads)?;
             let again = [Some(Projected::new(x, w.view(), bias.as_ref(), heads.view_mut())), None, None];
-            T::project(level(&tape.options), again, &mut workspace.layer.scratch);
+            T::project(level(tape.options), again, &mut workspace.layer.scratch);
             sums.clear();
             sums.resize(d_weight.len(), T::zero());
             // Both have just been made and lie in one piece.
@@ -326,12 +342,12 @@ impl<T: Element> MultiHeadAttention<T> {
         &self,
         level: Level,
         d_projections: [ArrayView3<'_, T>; 3],
-        gradients: &mut LayerGradients<T>,
+        gradients: &mut LayerGradientsMut<'_, T>,
         scratch: &mut Vec<Vec<T>>,
     ) {
         let weights = [&self.weights.w_q, &self.weights.w_k, &self.weights.w_v];
-        let LayerGradients { d_query, d_key, d_value, .. } = gradients;
-        let mut arrays = [Some(d_query), d_key.as_mut(), d_value.as_mut()];
+        let LayerGradientsMut { d_query, d_key, d_value, .. } = gradients;
+        let mut arrays = [Some(&mut **d_query), d_key.as_deref_mut(), d_value.as_deref_mut()];
         let mut roles = d_projections.into_iter().zip(weights);
         let firsts = arrays.each_mut().map(|array| {
             let (d_projection, weights) = roles.next()?;
@@ -351,12 +367,13 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 }
 
-impl<T> LayerGradients<T> {
+impl<T> LayerGradientsMut<'_, T> {
     /// All numbers of the gradients of the scores' own parameters.
     fn of_scores(&mut self) -> impl Iterator<Item = &mut T> {
-        let Weights { sinks, relative_bias, relative_keys, .. } = &mut self.weights;
+        let Weights { sinks, relative_bias, relative_keys, .. } = &mut *self.weights;
         let d_tables = [relative_bias, relative_keys].into_iter().flatten().flatten();
-        self.d_bias.iter_mut().flatten().chain(sinks.iter_mut().flatten()).chain(d_tables)
+        let d_bias = self.d_bias.iter_mut().flat_map(|d_bias| d_bias.iter_mut());
+        d_bias.chain(sinks.iter_mut().flatten()).chain(d_tables)
     }
 }
 
@@ -374,29 +391,14 @@ fn differentiate_weights<T: Element>(
     let inputs = [of_weights(q, w_q.view_mut()), of_weights(k, w_k.view_mut()), of_weights(v, w_v.view_mut())];
     T::weight_gradients(level, inputs, Terms::Seen, scratch);
 
-    // A bias is the weight of an input that is always 1.
     let one = T::one();
     let one = aview0(&one);
-    let inputs = [
-        bias_gradient(&one, q.1, b_q, start),
-        bias_gradient(&one, k.1, b_k, start),
-        bias_gradient(&one, v.1, b_v, start),
-    ];
+    let of_bias = |d_y, d_b| WeightGradient::of_bias(&one, d_y, d_b, start);
+    let inputs = [of_bias(q.1, b_q), of_bias(k.1, b_k), of_bias(v.1, b_v)];
     T::weight_gradients(level, inputs, Terms::All, scratch);
     // Every context is seen by its own output.
-    let output = [of_weights(o, w_o.view_mut()), bias_gradient(&one, o.1, b_o, start), None];
+    let output = [of_weights(o, w_o.view_mut()), of_bias(o.1, b_o), None];
     T::weight_gradients(level, output, Terms::All, scratch);
-}
-
-fn bias_gradient<'a, T>(
-    one: &'a ArrayRef0<T>,
-    d_y: ArrayView3<'a, T>,
-    d_b: &'a mut Option<Array1<T>>,
-    start: Start,
-) -> Option<WeightGradient<'a, T>> {
-    let (batch, len, _) = d_y.dim();
-    let d_w = d_b.as_mut()?.view_mut().insert_axis(Axis(0));
-    Some(WeightGradient { x: one.broadcast((batch, len, 1))?, d_y, d_w, start })
 }
 
 /// `y (+)= x W^T`

@@ -21,10 +21,12 @@ mod train;
 mod weights;
 
 pub use backward::LayerGradients;
+pub(crate) use backward::LayerGradientsMut;
 pub use builder::{Builder, Projection};
 pub(crate) use decode::CAUSAL;
 pub use forward::{Inputs, LayerOutput, Sequence};
 pub use init::Init;
+pub(crate) use train::TapeRef;
 pub use train::{Recording, Tape};
 pub use weights::Weights;
 
@@ -157,6 +159,10 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     pub fn weights(&self) -> &Weights<T> {
         &self.weights
+    }
+
+    pub(crate) fn weights_mut(&mut self) -> &mut Weights<T> {
+        &mut self.weights
     }
 
     /// Gives the weights away.

@@ -33,6 +33,14 @@ pub struct Tape<'a, 'b, T> {
     pub(super) recording: Recording<T>,
 }
 
+/// A tape by its parts, wherever they are kept.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TapeRef<'t, 'a, 'b, T> {
+    pub(crate) inputs: &'t Inputs<'a, T>,
+    pub(crate) options: &'t Options<'b, T>,
+    pub(crate) recording: &'t Recording<T>,
+}
+
 /// A [`Tape`] without its inputs and options, which borrows nothing: for models that keep a layer's input in the same
 /// place as what backward needs of it. See [`Tape::detach`].
 #[derive(Debug, Clone)]
@@ -59,9 +67,16 @@ impl<T: Element> Recording<T> {
     pub fn attach<'a, 'b>(self, inputs: &Inputs<'a, T>, options: &Options<'b, T>) -> Tape<'a, 'b, T> {
         Tape { inputs: inputs.clone(), options: *options, recording: self }
     }
+
+    /// How much memory it holds.
+    pub(crate) fn bytes(&self) -> usize {
+        let Self { lse, activations } = self;
+        let numbers = activations.as_ref().map_or(0, |a| a.q.len() + a.k.len() + a.v.len() + a.context.len());
+        (numbers + lse.len()) * size_of::<T>()
+    }
 }
 
-impl<T: Element> Tape<'_, '_, T> {
+impl<'a, 'b, T: Element> Tape<'a, 'b, T> {
     /// What was computed, without what is borrowed; [`Recording::attach`] makes it a tape again.
     ///
     /// ```
@@ -118,14 +133,26 @@ impl<T: Element> Tape<'_, '_, T> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn bytes(&self) -> usize {
-        let Recording { lse, activations } = &self.recording;
-        let numbers = activations.as_ref().map_or(0, |a| a.q.len() + a.k.len() + a.v.len() + a.context.len());
-        (numbers + lse.len()) * size_of::<T>()
+        self.recording.bytes()
     }
 
+    pub(super) fn parts(&self) -> TapeRef<'_, 'a, 'b, T> {
+        let Self { inputs, options, recording } = self;
+        TapeRef { inputs, options, recording }
+    }
+
+    /// Gives the memory to the next tapes.
+    pub(super) fn recycle(self, workspace: &mut Workspace<T>) {
+        let Recording { lse, activations } = self.recording;
+        let [q, k, v, context] = activations.map(Activations::into_memory).unwrap_or_default();
+        workspace.layer.tapes.push([q, k, v, context, lse.into_raw_vec_and_offset().0]);
+    }
+}
+
+impl<T: Element> TapeRef<'_, '_, '_, T> {
     /// Checks that a layer can have made the tape.
-    pub(super) fn check(&self, mha: &MultiHeadAttention<T>) -> Result<()> {
-        let (batch, q_len, _) = mha.check(&self.inputs, &self.options)?;
+    pub(crate) fn check(&self, mha: &MultiHeadAttention<T>) -> Result<()> {
+        let (batch, q_len, _) = mha.check(self.inputs, self.options)?;
         let Config { heads, head_dim, value_dim, .. } = &mha.config;
         let kv_len = self.inputs.key.dim().1;
         let [batch, q_len, kv_len, head_dim, value_dim] = [batch, q_len, kv_len, *head_dim, *value_dim].map(Some);
@@ -139,13 +166,6 @@ impl<T: Element> Tape<'_, '_, T> {
             ("[batch, num_heads, q_len, value_dim]", context, [batch, heads, q_len, value_dim]),
         ];
         parts.into_iter().try_for_each(|(axes, part, expected)| check_shape("tape", axes, expected, part.shape()))
-    }
-
-    /// Gives the memory to the next tapes.
-    pub(super) fn recycle(self, workspace: &mut Workspace<T>) {
-        let Recording { lse, activations } = self.recording;
-        let [q, k, v, context] = activations.map(Activations::into_memory).unwrap_or_default();
-        workspace.layer.tapes.push([q, k, v, context, lse.into_raw_vec_and_offset().0]);
     }
 }
 
