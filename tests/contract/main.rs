@@ -28,3 +28,5 @@ mod rope;
 mod threads;
 mod tiles;
 mod train;
+mod train_bug_reports;
+mod train_refused;
