@@ -86,6 +86,16 @@ pub enum Error {
         /// What came, printed.
         got: String,
     },
+    /// The gradient of a parameter has another shape, is missing, or is there without a parameter.
+    #[error("gradient of {parameter}: expected {expected}, got {got}")]
+    Gradient {
+        /// The name of the parameter, with the parts that it belongs to.
+        parameter: String,
+        /// The lengths of the parameter, or `None` where there is no such parameter.
+        expected: String,
+        /// The lengths that came, or `None`.
+        got: String,
+    },
     /// The query heads cannot be dealt evenly to the KV heads.
     #[error("num_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")]
     HeadGroups {

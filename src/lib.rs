@@ -32,6 +32,7 @@
 //! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |
 //! | other heads in a layer | [`MultiHeadAttention::gate`], [`MultiHeadAttention::prune_heads`], [`MultiHeadAttention::pool_kv_heads`] |
 //! | norms, feed-forward, blocks and stacks of whole models | [`block`] |
+//! | training of a whole stack | [`block::Stack::forward_train`], then [`block::Stack::backward`]; [`block::Stack::parameters_mut`] |
 //! | a layer from a configuration | [`Config::builder`]; with the feature `serde` from a file |
 #![cfg_attr(feature = "safetensors", doc = "| a layer from a checkpoint | [`Builder::load`] with an [`io::Layout`] |")]
 #![cfg_attr(feature = "safetensors", doc = "| a layer into a file | [`io::Layout::save`] |")]

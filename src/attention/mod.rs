@@ -49,6 +49,7 @@ mod workspace;
 
 pub use decode::{NewTokens, decode, decode_into, extend, extend_into};
 pub(crate) use decode::{check_decode, check_extend, check_reading, decode_checked, extend_checked, plan};
+pub(crate) use dropout::mix;
 pub use gradients::{Gradients, Saved, backward, backward_into};
 pub(crate) use gradients::{GradientsMut, check_saved, differentiate};
 pub use merge::merge;

@@ -2,6 +2,7 @@
 
 use ndarray::{Array3, ArrayRef, ArrayView3, Axis};
 
+use crate::attention::{Options, mix};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::mask::Mask;
@@ -25,6 +26,9 @@ pub struct Call<'a, T> {
     /// Added to the queries and keys of self-attention and to the queries of cross-attention.
     positions: Option<ArrayView3<'a, T>>,
     memory_positions: Option<ArrayView3<'a, T>>,
+    /// Rate and seed.
+    dropout: Option<(f64, u64)>,
+    recompute: bool,
 }
 
 /// Tokens, and with their positions added where there are any.
@@ -47,7 +51,15 @@ impl<'a, T: Element> Call<'a, T> {
     /// # let _ = call;
     /// ```
     pub fn new() -> Self {
-        Self { mask: None, memory: None, memory_mask: None, positions: None, memory_positions: None }
+        Self {
+            mask: None,
+            memory: None,
+            memory_mask: None,
+            positions: None,
+            memory_positions: None,
+            dropout: None,
+            recompute: false,
+        }
     }
 
     /// Who sees whom in self-attention. In decoding this takes the place of the causal mask.
@@ -120,6 +132,65 @@ impl<'a, T: Element> Call<'a, T> {
         self
     }
 
+    /// Drops weights of attention, see [`Options::dropout`]. Every attention of every block of a stack draws by a seed of
+    /// its own, made of this one. For training: a call that does not ask for it drops nothing.
+    ///
+    /// ```
+    /// # use multihead::block::Call;
+    /// let call = Call::<f32>::new().dropout(0.1, 17); // another seed for the next step
+    /// # let _ = call;
+    /// ```
+    #[doc(alias = "attention_dropout")]
+    pub fn dropout(mut self, rate: f64, seed: u64) -> Self {
+        self.dropout = Some((rate, seed));
+        self
+    }
+
+    /// Lets [`Block::forward_train`](super::Block::forward_train) keep the log-sum-exp of attention and nothing else of
+    /// it, see [`Options::recompute`]: the same gradients to the bit, for less memory and more time.
+    ///
+    /// ```
+    /// # use multihead::block::Call;
+    /// let call = Call::<f32>::new().recompute();
+    /// # let _ = call;
+    /// ```
+    #[doc(alias = "gradient_checkpointing")]
+    pub fn recompute(mut self) -> Self {
+        self.recompute = true;
+        self
+    }
+
+    /// The same for a block of a stack, which drops other weights than the block before.
+    pub(super) fn at(&self, index: usize) -> Self {
+        Self { dropout: self.dropout.map(|(rate, seed)| (rate, mix(seed ^ index as u64))), ..self.clone() }
+    }
+
+    /// What self-attention is asked for.
+    pub(super) fn of_attention(&self) -> Options<'a, T> {
+        self.options(self.mask, self.dropout)
+    }
+
+    /// What cross-attention is asked for.
+    pub(super) fn of_cross(&self) -> Options<'a, T> {
+        self.options(self.memory_mask, self.dropout.map(|(rate, seed)| (rate, !seed)))
+    }
+
+    fn options(&self, mask: Option<&'a Mask>, dropout: Option<(f64, u64)>) -> Options<'a, T> {
+        let mut options = mask.map_or_else(Options::new, |mask| Options::new().mask(mask));
+        if let Some((rate, seed)) = dropout {
+            options = options.dropout(rate, seed);
+        }
+        if self.recompute { options.recompute() } else { options }
+    }
+
+    pub(super) fn has_positions(&self) -> bool {
+        self.positions.is_some()
+    }
+
+    pub(super) fn has_memory_positions(&self) -> bool {
+        self.memory_positions.is_some()
+    }
+
     /// Checks what is added.
     pub(super) fn check(&self, x: ArrayView3<'_, T>) -> Result<()> {
         let like = |name, array: &Option<ArrayView3<'_, T>>, (batch, len, width): (usize, usize, usize)| match array {
@@ -156,11 +227,19 @@ impl<T: Element> Placed<'_, T> {
         }
     }
 
-    /// The queries alone.
+    /// The queries of cross-attention, over a cache.
     pub(super) fn query(&self) -> Inputs<'_, T> {
         match &self.query {
             Some(query) => Inputs::new(query),
             None => Inputs::new(&self.x),
+        }
+    }
+
+    /// Cross-attention: the keys are the memory, unless there are others.
+    pub(super) fn cross<'m>(&'m self, memory: &'m ArrayView3<'_, T>, key: Option<&'m Array3<T>>) -> Inputs<'m, T> {
+        match key {
+            Some(key) => self.query().key_value(key, memory),
+            None => self.query().context(memory),
         }
     }
 }

@@ -61,7 +61,7 @@ impl<T: Element> FeedForwardWeights<T> {
     /// ```
     /// use multihead::{block::FeedForwardWeights, ndarray::Array2};
     /// let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
-    /// assert_eq!(weights.zeros_like().w_out, Array2::zeros((32, 8)));
+    /// assert_eq!(weights.zeros_like().w_out, Array2::<f32>::zeros((32, 8)));
     /// ```
     pub fn zeros_like(&self) -> Self {
         let matrix = |w: &Array2<T>| Array2::zeros(w.dim());

@@ -1,17 +1,17 @@
 //! An encoder or decoder layer: attention, cross-attention if there is any, and the feed-forward block, each with a norm and
 //! a residual. The formulas stand in [`crate::block`].
 
-use ndarray::{Array, Array3, ArrayRef, ArrayRef3, Axis};
+use ndarray::{Array, Array3, ArrayRef, ArrayView3, Axis};
 
 use super::call::Call;
 use super::feed_forward::{self, FeedForward};
 use super::norm::{Norm, copied};
+use super::train::Kept;
 use crate::attention::{Options, Workspace};
 use crate::cache::KvCache;
 use crate::element::{Element, reused};
 use crate::error::{Error, Result, check_shape};
-use crate::mask::Mask;
-use crate::mha::{CAUSAL, Inputs, MultiHeadAttention, Sequence};
+use crate::mha::{CAUSAL, Inputs, MultiHeadAttention, Recording, Sequence};
 
 /// The norms of attention and feed-forward, and where they stand: see [`crate::block`] for the formulas.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,10 +66,10 @@ pub enum Norms<T> {
 #[doc(alias = "TransformerDecoderLayer")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct Block<T> {
-    attention: MultiHeadAttention<T>,
-    cross: Option<(MultiHeadAttention<T>, Norm<T>)>,
-    feed_forward: FeedForward<T>,
-    norms: Norms<T>,
+    pub(super) attention: MultiHeadAttention<T>,
+    pub(super) cross: Option<(MultiHeadAttention<T>, Norm<T>)>,
+    pub(super) feed_forward: FeedForward<T>,
+    pub(super) norms: Norms<T>,
 }
 
 /// What a block keeps of the tokens that it has seen.
@@ -88,6 +88,17 @@ pub(super) struct Room<T> {
     feed_forward: feed_forward::Room<T>,
     normed: Vec<T>,
     update: Vec<T>,
+}
+
+/// What a walk through a block does besides.
+#[derive(Debug)]
+pub(super) enum Walk<'w, T: Element> {
+    /// Nothing.
+    Forward,
+    /// Reads the tokens before, and appends those that come.
+    Decode(&'w mut BlockCache<T>),
+    /// Keeps what the way back needs.
+    Train(&'w mut Kept<T>),
 }
 
 /// What a block does between a norm and a residual: reads tokens and fills an array of their shape.
@@ -111,20 +122,16 @@ impl<T: Element> Block<T> {
     /// ```
     pub fn new(attention: MultiHeadAttention<T>, feed_forward: FeedForward<T>, norms: Norms<T>) -> Result<Self> {
         let d_model = attention.config().d_model;
-        let (first, second) = match &norms {
-            Norms::Pre { attention, feed_forward } | Norms::Post { attention, feed_forward } => {
-                (attention, Some(feed_forward))
-            }
-            Norms::Parallel { attention, feed_forward } => (attention, feed_forward.as_ref()),
-        };
+        let block = Self { attention, cross: None, feed_forward, norms };
+        let (first, [_, second]) = block.norms();
         let width = |name, width: usize| check_shape(name, "[d_model]", [Some(d_model)], &[width]);
         width("norm of attention", first.d_model())?;
         width("norm of feed_forward", second.map_or(d_model, Norm::d_model))?;
-        width("feed_forward", feed_forward.d_model())?;
+        width("feed_forward", block.feed_forward.d_model())?;
         // Keys and values come from the tokens themselves.
-        width("k_dim of attention", attention.config().k_dim)?;
-        width("v_dim of attention", attention.config().v_dim)?;
-        Ok(Self { attention, cross: None, feed_forward, norms })
+        width("k_dim of attention", block.attention.config().k_dim)?;
+        width("v_dim of attention", block.attention.config().v_dim)?;
+        Ok(block)
     }
 
     /// Puts cross-attention with its norm between attention and feed-forward.
@@ -163,30 +170,82 @@ impl<T: Element> Block<T> {
 
     /// The width of a token.
     ///
-    /// See [`Block`] for an example.
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norm = || Norm::rms(Array1::ones(16), 1e-6);
+    /// # let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
+    /// let block = Block::new(attention, feed_forward, norms)?;
+    /// assert_eq!(block.d_model(), 16);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn d_model(&self) -> usize {
         self.attention.config().d_model
     }
 
     /// Its self-attention.
     ///
-    /// See [`Block`] for an example.
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norm = || Norm::rms(Array1::ones(16), 1e-6);
+    /// # let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
+    /// let block = Block::new(attention, feed_forward, norms)?;
+    /// assert_eq!(block.attention().config().heads.num_heads(), 4);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn attention(&self) -> &MultiHeadAttention<T> {
         &self.attention
     }
 
-    /// `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape. [`Block`] shows an example.
+    /// `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norm = || Norm::rms(Array1::ones(16), 1e-6);
+    /// # let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
+    /// let block = Block::new(attention, feed_forward, norms)?;
+    /// let padding = Mask::key_lengths(&[5, 3]);
+    /// let y = block.forward(&Array3::ones((2, 5, 16)), &Call::new().mask(&padding))?;
+    /// assert_eq!(y.shape(), [2, 5, 16]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// [`Error::Shape`] for arrays that do not fit the block or each other, [`Error::Value`] if there is cross-attention
     /// and no memory or the other way round, and what [`MultiHeadAttention::attend`] refuses.
     pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, call: &Call<'_, T>) -> Result<Array<T, D>> {
-        let x = D::batched(x);
+        let mut tokens = self.begin(D::batched(x), call)?;
+        self.run(&mut tokens, call, Walk::Forward, &mut Room::default())?;
+        Ok(D::unbatched(tokens))
+    }
+
+    /// Checks the tokens and copies them: the walk is in place.
+    pub(super) fn begin(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>) -> Result<Array3<T>> {
         call.check(x)?;
         check_shape("x", "[batch, len, d_model]", [None, None, Some(self.d_model())], x.shape())?;
-        let mut tokens = copied("x", x)?;
-        self.run(&mut tokens, call, None, &mut Room::default())?;
-        Ok(D::unbatched(tokens))
+        copied("x", x)
+    }
+
+    /// The norm of attention, and those of cross-attention and feed-forward where they have their own.
+    pub(super) fn norms(&self) -> (&Norm<T>, [Option<&Norm<T>>; 2]) {
+        let between = self.cross.as_ref().map(|(_, norm)| norm);
+        match &self.norms {
+            Norms::Pre { attention, feed_forward } | Norms::Post { attention, feed_forward } => {
+                (attention, [between, Some(feed_forward)])
+            }
+            Norms::Parallel { attention, feed_forward } => (attention, [between, feed_forward.as_ref()]),
+        }
     }
 
     /// Empty caches for `capacity` tokens in each of `batch` entries, and of `memory` tokens of the encoder.
@@ -209,7 +268,7 @@ impl<T: Element> Block<T> {
         let inputs = Inputs::new(x);
         self.attention.check_decode(&inputs, &mut cache.tokens, &step(call))?;
         match (&self.cross, &cache.memory) {
-            (Some((cross, _)), Some(memory)) => cross.check_reads(&inputs, memory, &masked(call.memory_mask)),
+            (Some((cross, _)), Some(memory)) => cross.check_reads(&inputs, memory, &call.of_cross()),
             (Some(_), None) => Err(no_memory()),
             (None, Some(_)) => Err(unread_memory()),
             (None, None) => Ok(()),
@@ -221,12 +280,23 @@ impl<T: Element> Block<T> {
         &self,
         x: &mut Array3<T>,
         call: &Call<'_, T>,
-        mut cache: Option<&mut BlockCache<T>>,
+        walk: Walk<'_, T>,
         room: &mut Room<T>,
     ) -> Result<()> {
+        let (mut cache, mut kept, mut recordings) = match walk {
+            Walk::Forward => (None, None, None),
+            Walk::Decode(cache) => (Some(cache), None, None),
+            Walk::Train(Kept { tokens, recordings }) => (None, Some(tokens), Some(recordings)),
+        };
         if cache.is_none() && self.cross.is_none() && call.memory.is_some() {
             return Err(unread_memory());
         }
+        let mut keep = |x: &Array3<T>| -> Result<()> {
+            if let Some(kept) = &mut kept {
+                kept.push(copied("tape", x.view())?);
+            }
+            Ok(())
+        };
         let Room { workspace, feed_forward, normed, update } = room;
         let array = |name, memory: &mut Vec<T>| reused(name, "[batch, len, d_model]", x.dim(), std::mem::take(memory));
         let (mut input, mut output) = (array("normed", normed)?, array("update", update)?);
@@ -238,11 +308,14 @@ impl<T: Element> Block<T> {
                     self.attention.decode_with_into(&placed.inputs(), cache, &step(call), output, workspace)
                 }
                 None => {
-                    let options = masked(call.mask);
-                    self.attention.attend_into(&placed.inputs(), &options, output, workspace)
+                    let target = Target { output, recordings: recordings.as_deref_mut(), workspace };
+                    target.fill(&self.attention, &placed.inputs(), &call.of_attention())
                 }
             }
         };
+        if !matches!(self.norms, Norms::Pre { .. }) {
+            keep(x)?;
+        }
         match &self.norms {
             Norms::Parallel { attention, feed_forward: second } => {
                 input.assign(x);
@@ -260,6 +333,7 @@ impl<T: Element> Block<T> {
                 let is_pre = matches!(self.norms, Norms::Pre { .. });
                 let mut part = |norm: &Norm<T>, run: &mut Part<'_, T>| {
                     if is_pre {
+                        keep(x)?;
                         input.assign(x);
                         norm.apply(&mut input);
                         run(&input, &mut output)?;
@@ -267,13 +341,14 @@ impl<T: Element> Block<T> {
                     } else {
                         run(x, &mut output)?;
                         *x += &output;
+                        keep(x)?;
                         norm.apply(x);
                     }
                     Ok(())
                 };
                 part(attention, &mut |input, output| attend(input, output, workspace))?;
                 if let Some((cross, norm)) = &self.cross {
-                    let options = masked(call.memory_mask);
+                    let options = call.of_cross();
                     part(norm, &mut |input, output| match cache.as_ref().map(|cache| &cache.memory) {
                         Some(Some(memory)) => {
                             let placed = call.of_tokens(input.view())?;
@@ -283,8 +358,8 @@ impl<T: Element> Block<T> {
                         None => {
                             let memory = call.memory.ok_or_else(no_memory)?;
                             let (placed, key) = (call.of_tokens(input.view())?, call.memory_key(memory)?);
-                            let key: &ArrayRef3<T> = key.as_deref().unwrap_or(&memory);
-                            cross.attend_into(&placed.query().key_value(key, &memory), &options, output, workspace)
+                            let target = Target { output, recordings: recordings.as_deref_mut(), workspace };
+                            target.fill(cross, &placed.cross(&memory, key.as_ref()), &options)
                         }
                     })?;
                 }
@@ -299,16 +374,36 @@ impl<T: Element> Block<T> {
     }
 }
 
+/// Where attention puts what it makes.
+struct Target<'t, T> {
+    output: &'t mut Array3<T>,
+    /// There if what backward needs is kept.
+    recordings: Option<&'t mut Vec<Recording<T>>>,
+    workspace: &'t mut Workspace<T>,
+}
+
+impl<T: Element> Target<'_, T> {
+    fn fill(self, mha: &MultiHeadAttention<T>, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<()> {
+        let Self { output, recordings, workspace } = self;
+        match recordings {
+            None => mha.attend_into(inputs, options, output, workspace),
+            Some(recordings) => {
+                recordings.push(mha.forward_train_into(inputs, options, output, workspace)?.detach());
+                Ok(())
+            }
+        }
+    }
+}
+
 /// The options of self-attention in decoding.
 fn step<'a, T: Element>(call: &Call<'a, T>) -> Options<'a, T> {
-    masked(call.mask.or(Some(&CAUSAL)))
+    match call.mask {
+        Some(_) => call.of_attention(),
+        None => call.of_attention().mask(&CAUSAL),
+    }
 }
 
-fn masked<'a, T: Element>(mask: Option<&'a Mask>) -> Options<'a, T> {
-    mask.map_or_else(Options::new, |mask| Options::new().mask(mask))
-}
-
-fn no_memory() -> Error {
+pub(super) fn no_memory() -> Error {
     Error::value("memory", "what cross-attention reads", "none")
 }
 

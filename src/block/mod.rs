@@ -12,6 +12,8 @@
 //! | two products with GELU, ReLU or SiLU between them, SwiGLU | [`FeedForward`] |
 //! | an encoder or decoder layer | [`Block`] |
 //! | many of them, with caches | [`Stack`] |
+//! | gradients of a block | [`Block::forward_train`], then [`Block::backward`] |
+//! | those of a stack, and an optimiser | [`Stack::forward_train`], [`Stack::backward`], [`Stack::parameters_mut`] |
 //!
 //! Tokens are `[batch, len, d_model]` or `[len, d_model]`. Embeddings and heads of models are the caller's: a row of a
 //! table and a product. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
@@ -21,7 +23,9 @@ mod call;
 mod feed_forward;
 mod layer;
 mod norm;
+mod parameters;
 mod stack;
+mod train;
 
 pub use activation::Activation;
 pub(crate) use activation::{Part, activate};
@@ -29,4 +33,6 @@ pub use call::Call;
 pub use feed_forward::{FeedForward, FeedForwardGradients, FeedForwardWeights};
 pub use layer::{Block, BlockCache, Norms};
 pub use norm::{Norm, NormGradients, NormWeights};
-pub use stack::Stack;
+pub use parameters::{BlockNorms, BlockWeights, StackWeights};
+pub use stack::{Stack, StackTape};
+pub use train::{BlockGradients, BlockTape, StackGradients};

@@ -159,7 +159,7 @@ impl<T: Element> Norm<T> {
     /// ```
     /// # use multihead::{block::Norm, ndarray::Array1};
     /// let norm = Norm::rms(Array1::<f32>::ones(8), 1e-6)?;
-    /// assert_eq!(norm.weights().weight, Array1::ones(8));
+    /// assert_eq!(norm.weights().weight, Array1::<f32>::ones(8));
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn weights(&self) -> &NormWeights<T> {

@@ -1,10 +1,12 @@
 //! Blocks one after the other, and a norm in the end if there is one.
 
-use ndarray::{Array, ArrayRef};
+use ndarray::{Array, Array3, ArrayRef, ArrayView3};
 
 use super::call::Call;
-use super::layer::{Block, BlockCache, Room};
+use super::layer::{Block, BlockCache, Room, Walk};
 use super::norm::{Norm, copied};
+use super::parameters::{StackWeights, check_gradients};
+use super::train::{Back, BlockGradients, Kept, Shared, StackGradients, WayBack};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::mha::Sequence;
@@ -36,8 +38,19 @@ use crate::mha::Sequence;
 #[doc(alias = "TransformerDecoder")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct Stack<T> {
-    blocks: Vec<Block<T>>,
-    norm: Option<Norm<T>>,
+    pub(super) blocks: Vec<Block<T>>,
+    pub(super) norm: Option<Norm<T>>,
+}
+
+/// What [`Stack::backward`] needs of a forward call: what a [`BlockTape`](super::BlockTape) keeps for each block, and the
+/// tokens that the norm in the end reads.
+#[derive(Debug, Clone)]
+#[must_use = "a tape is there for backward"]
+pub struct StackTape<'a, T> {
+    call: Call<'a, T>,
+    blocks: Vec<Kept<T>>,
+    /// `[batch, len, d_model]`, where there is a norm in the end.
+    before_norm: Option<Array3<T>>,
 }
 
 impl<T: Element> Stack<T> {
@@ -60,20 +73,198 @@ impl<T: Element> Stack<T> {
         Ok(Self { blocks, norm })
     }
 
-    /// The blocks in their order. [`Stack`] shows how they are made.
+    /// The blocks in their order.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let stack = Stack::new(vec![block.clone(), block], None)?;
+    /// assert_eq!(stack.blocks().len(), 2);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     pub fn blocks(&self) -> &[Block<T>] {
         &self.blocks
     }
 
-    /// `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape. [`Stack`] shows an example.
+    /// `x: [batch, len, d_model]` or `[len, d_model]`; the output has the same shape.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let encoder = Stack::new(vec![block.clone(), block], None)?;
+    /// let padding = Mask::key_lengths(&[5, 3]);
+    /// let y = encoder.forward(&Array3::ones((2, 5, 16)), &Call::new().mask(&padding))?;
+    /// assert_eq!(y.shape(), [2, 5, 16]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Block::forward`].
     pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, call: &Call<'_, T>) -> Result<Array<T, D>> {
-        self.walk(x, call, None)
+        let mut tokens = self.walk(D::batched(x), call, self.blocks.iter().map(|_| Walk::Forward).collect())?;
+        self.finish(&mut tokens);
+        Ok(D::unbatched(tokens))
     }
 
-    /// Empty caches for `capacity` tokens in each of `batch` entries, one for each block. [`Stack`] shows a use.
+    /// [`Stack::forward`] for training: the output, which has the shape of `x`, and the tape that [`Stack::backward`] goes
+    /// back along.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let encoder = Stack::new(vec![block.clone(), block], None)?;
+    /// let x = Array3::ones((2, 5, 16));
+    /// let (y, tape) = encoder.forward_train(&x, &Call::new().dropout(0.1, 7))?;
+    /// let gradients = encoder.backward(&tape, &y)?;
+    /// # let _ = gradients;
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Block::forward`].
+    pub fn forward_train<'a, D: Sequence>(
+        &self,
+        x: &ArrayRef<T, D>,
+        call: &Call<'a, T>,
+    ) -> Result<(Array<T, D>, StackTape<'a, T>)> {
+        let mut blocks: Vec<Kept<T>> = self.blocks.iter().map(|_| Kept::default()).collect();
+        let mut tokens = self.walk(D::batched(x), call, blocks.iter_mut().map(Walk::Train).collect())?;
+        let before_norm = self.norm.as_ref().map(|_| copied("tape", tokens.view())).transpose()?;
+        self.finish(&mut tokens);
+        Ok((D::unbatched(tokens), StackTape { call: call.clone(), blocks, before_norm }))
+    }
+
+    /// The gradients of a loss, from that of the output of [`Stack::forward_train`]: `d_y: [batch, len, d_model]` or
+    /// `[len, d_model]`, any strides. The stack has the parameters that it had then. [`Stack::parameters_mut`] shows a
+    /// training loop.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let encoder = Stack::new(vec![block.clone(), block], Some(Norm::rms(Array1::ones(16), 1e-6)?))?;
+    /// let (y, tape) = encoder.forward_train(&Array3::ones((2, 5, 16)), &Call::new())?;
+    /// let gradients = encoder.backward(&tape, &y)?;
+    /// assert_eq!(gradients.d_x.dim(), (2, 5, 16));
+    /// assert_eq!(gradients.weights.layers[1].attention.w_q.dim(), (16, 16));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Block::backward`].
+    pub fn backward<D: Sequence>(&self, tape: &StackTape<'_, T>, d_y: &ArrayRef<T, D>) -> Result<StackGradients<T>> {
+        let mut gradients = self.zero_gradients();
+        self.backward_add(tape, d_y, &mut gradients)?;
+        Ok(gradients)
+    }
+
+    /// [`Stack::backward`] that adds the gradients of the parameters to what is there, for batches that come in parts. The
+    /// gradients of the inputs are replaced: the parts may have different lengths.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let encoder = Stack::new(vec![block.clone(), block], None)?;
+    /// let mut gradients = encoder.zero_gradients();
+    /// for x in [Array3::ones((2, 5, 16)), Array3::ones((3, 4, 16))] {
+    ///     let (y, tape) = encoder.forward_train(&x, &Call::new())?;
+    ///     encoder.backward_add(&tape, &y, &mut gradients)?;
+    /// }
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Block::backward_add`]. Nothing is written then.
+    pub fn backward_add<D: Sequence>(
+        &self,
+        tape: &StackTape<'_, T>,
+        d_y: &ArrayRef<T, D>,
+        gradients: &mut StackGradients<T>,
+    ) -> Result<()> {
+        let d_y = D::batched(d_y);
+        let StackTape { call, blocks, before_norm } = tape;
+        let expected = [Some(self.blocks.len()), Some(usize::from(self.norm.is_some()))];
+        let got = [blocks.len(), usize::from(before_norm.is_some())];
+        check_shape("tape", "[blocks, norms] of the stack", expected, &got)?;
+        for (block, kept) in self.blocks.iter().zip(blocks) {
+            let (batch, len, d_model) = block.check_kept(call, kept)?;
+            check_shape("d_y", "[batch, len, d_model]", [batch, len, d_model].map(Some), d_y.shape())?;
+        }
+        check_gradients(self.parameters(), gradients.weights.iter())?;
+
+        let mut shared = Shared::zeros(call, d_y.dim())?;
+        let mut back = Back::new(&mut shared);
+        let mut d = copied("d_x", d_y)?;
+        let StackWeights { layers, norm: d_norm } = &mut gradients.weights;
+        if let (Some(norm), Some(x), Some(d_norm)) = (&self.norm, before_norm, d_norm) {
+            norm.differentiate(x, &mut d, d_norm, &mut back.norm)?;
+        }
+        let parts = self.blocks.iter().zip(blocks).zip(layers);
+        for (index, ((block, kept), d_weights)) in parts.enumerate().rev() {
+            block.run_back(WayBack { call: &call.at(index), kept, d: &mut d, d_weights }, &mut back)?;
+        }
+        gradients.replace(d, shared);
+        Ok(())
+    }
+
+    /// Gradients of zero for all parameters, and none of the inputs yet: the start of [`Stack::backward_add`], or of an
+    /// optimiser's averages.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let gradients = Stack::new(vec![block], None)?.zero_gradients();
+    /// assert_eq!(gradients.weights.layers[0].attention.w_q, Array2::<f32>::zeros((16, 16)));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn zero_gradients(&self) -> StackGradients<T> {
+        let norm = self.norm.as_ref().map(|norm| norm.weights().zeros_like());
+        BlockGradients::begin(StackWeights { layers: self.blocks.iter().map(Block::zeros).collect(), norm })
+    }
+
+    /// Empty caches for `capacity` tokens in each of `batch` entries, one for each block.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let cache = Stack::new(vec![block.clone(), block], None)?.cache(2, 100)?;
+    /// assert_eq!((cache.len(), cache[0].tokens.lengths()), (2, &[0, 0][..]));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// [`Error::TooLarge`] if there is no memory for them.
@@ -114,7 +305,23 @@ impl<T: Element> Stack<T> {
     }
 
     /// New tokens over themselves and what the caches hold, causal unless the call says otherwise; their keys and values
-    /// are appended. One call takes a whole prompt, a chunk of it or a single token. [`Stack`] shows an example.
+    /// are appended. One call takes a whole prompt, a chunk of it or a single token.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let decoder = Stack::new(vec![block], None)?;
+    /// let mut cache = decoder.cache(1, 100)?;
+    /// decoder.decode(&Array2::ones((7, 16)), &Call::new(), &mut cache)?; // the prompt
+    /// let next = decoder.decode(&Array2::ones((1, 16)), &Call::new(), &mut cache)?;
+    /// assert_eq!((next.dim(), cache[0].tokens.lengths()), ((1, 16), &[8][..]));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Block::forward`]; [`Error::CacheFull`] if there is no room, [`Error::Value`] if there is not one cache for each
@@ -126,35 +333,59 @@ impl<T: Element> Stack<T> {
         caches: &mut [BlockCache<T>],
     ) -> Result<Array<T, D>> {
         self.check_count(caches)?;
-        self.walk(x, call, Some(caches))
+        let mut tokens = self.walk(D::batched(x), call, caches.iter_mut().map(Walk::Decode).collect())?;
+        self.finish(&mut tokens);
+        Ok(D::unbatched(tokens))
     }
 
-    fn walk<D: Sequence>(
-        &self,
-        x: &ArrayRef<T, D>,
-        call: &Call<'_, T>,
-        mut caches: Option<&mut [BlockCache<T>]>,
-    ) -> Result<Array<T, D>> {
-        let x = D::batched(x);
+    /// The walk through all blocks.
+    fn walk(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>, mut walks: Vec<Walk<'_, T>>) -> Result<Array3<T>> {
         let d_model = self.blocks.first().map(Block::d_model);
         check_shape("x", "[batch, len, d_model]", [None, None, d_model], x.shape())?;
         call.check(x)?;
         let mut tokens = copied("x", x)?;
-        for (block, cache) in self.blocks.iter().zip(caches.iter_mut().flat_map(|caches| caches.iter_mut())) {
-            block.check_decode(&tokens, call, cache)?;
+        for (index, (block, walk)) in self.blocks.iter().zip(&mut walks).enumerate() {
+            if let Walk::Decode(cache) = walk {
+                block.check_decode(&tokens, &call.at(index), cache)?;
+            }
         }
         let mut room = Room::default();
-        for (index, block) in self.blocks.iter().enumerate() {
-            let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
-            block.run(&mut tokens, call, cache, &mut room)?;
+        for (index, (block, walk)) in self.blocks.iter().zip(walks).enumerate() {
+            block.run(&mut tokens, &call.at(index), walk, &mut room)?;
         }
+        Ok(tokens)
+    }
+
+    fn finish(&self, tokens: &mut Array3<T>) {
         if let Some(norm) = &self.norm {
-            norm.apply(&mut tokens);
+            norm.apply(tokens);
         }
-        Ok(D::unbatched(tokens))
     }
 
     fn check_count(&self, caches: &[BlockCache<T>]) -> Result<()> {
         check_shape("caches", "[blocks]", [Some(self.blocks.len())], &[caches.len()])
+    }
+}
+
+impl<T: Element> StackTape<'_, T> {
+    /// How much memory the tape holds; a memory and positions are the caller's.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let stack = Stack::new(vec![block.clone(), block], None)?;
+    /// let (_, tape) = stack.forward_train(&Array3::ones((1, 100, 16)), &Call::new().recompute())?;
+    /// // For each block the tokens and the lse of four heads.
+    /// assert_eq!(tape.bytes(), 2 * 4 * 100 * (16 + 4));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn bytes(&self) -> usize {
+        let last = self.before_norm.as_ref().map_or(0, |x| size_of::<T>() * x.len());
+        last + self.blocks.iter().map(Kept::bytes).sum::<usize>()
     }
 }

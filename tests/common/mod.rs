@@ -3,6 +3,7 @@
 // Each test binary uses its own part of this module.
 #![allow(dead_code)]
 
+pub(crate) mod blocks;
 pub(crate) mod cases;
 pub(crate) mod core;
 pub(crate) mod distances;

@@ -1,72 +1,19 @@
 //! Blocks and stacks are what their formulas say: put together from their parts by hand, with and without caches.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
+use crate::common::blocks::{
+    D_MODEL, FORMS, FeedForwardKind, Form, MEMORY_WIDTH, NormKind, Recipe, attention, block, cross, feed_forward, norm,
+    numbers, stack,
+};
 use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
-use multihead::ndarray::{Array, Array2, Array3, Dimension, IntoDimension, s};
-use multihead::{Inputs, Mask, MultiHeadAttention, Options, Rope, RopeStyle};
+use multihead::ndarray::{Array3, s};
+use multihead::{Inputs, Mask, MultiHeadAttention, Options};
 
-const D_MODEL: usize = 12;
-
-/// Numbers without a pattern, between -1 and 1.
-fn numbers<D: Dimension>(seed: u64, shape: impl IntoDimension<Dim = D>) -> Array<f64, D> {
-    let mut state = seed;
-    Array::from_shape_simple_fn(shape.into_dimension(), || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f64 / f64::from(1 << 23) - 1.0
-    })
-}
-
-fn norm(seed: u64) -> Norm<f64> {
-    Norm::layer(numbers(seed, D_MODEL), Some(numbers(seed + 50, D_MODEL)), 1e-5).unwrap()
-}
-
-fn attention(seed: u64) -> MultiHeadAttention<f64> {
-    let rope = Rope::new(RopeStyle::HalfSplit, 100.0);
-    MultiHeadAttention::builder(D_MODEL, 3).num_kv_heads(1).bias().rope(rope).seed(seed).build().unwrap()
-}
-
-fn cross(seed: u64) -> MultiHeadAttention<f64> {
-    MultiHeadAttention::builder(D_MODEL, 2).k_dim(7).seed(seed).build().unwrap()
-}
-
-fn feed_forward(seed: u64) -> FeedForward<f64> {
-    let weights = FeedForwardWeights {
-        w_gate: Some(numbers(seed + 1, (D_MODEL, 20))),
-        b_out: Some(numbers(seed + 2, D_MODEL)),
-        ..FeedForwardWeights::new(numbers(seed + 3, (D_MODEL, 20)), numbers(seed + 4, (20, D_MODEL)))
-    };
-    FeedForward::new(weights, Activation::Silu).unwrap()
-}
-
-/// The form of a block, and whether it has cross-attention.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Form {
-    Pre,
-    Post,
-    Parallel,
-    ParallelShared,
-}
-
-const FORMS: [Form; 4] = [Form::Pre, Form::Post, Form::Parallel, Form::ParallelShared];
-
-fn block(form: Form, seed: u64, has_cross: bool) -> Block<f64> {
-    let (attention_norm, feed_forward_norm) = (norm(seed + 1), norm(seed + 2));
-    let norms = match form {
-        Form::Pre => Norms::Pre { attention: attention_norm, feed_forward: feed_forward_norm },
-        Form::Post => Norms::Post { attention: attention_norm, feed_forward: feed_forward_norm },
-        Form::Parallel => Norms::Parallel { attention: attention_norm, feed_forward: Some(feed_forward_norm) },
-        Form::ParallelShared => Norms::Parallel { attention: attention_norm, feed_forward: None },
-    };
-    let block = Block::new(attention(seed), feed_forward(seed + 10), norms).unwrap();
-    if has_cross { block.cross(cross(seed + 4), norm(seed + 3)).unwrap() } else { block }
-}
-
-/// The same by hand.
+/// The block by hand.
 fn plain(form: Form, seed: u64, x: &Array3<f64>, memory: Option<&Array3<f64>>, mask: &Mask) -> Array3<f64> {
+    let norm = |seed| norm(NormKind::Layer, seed);
     let (n1, n2) = (norm(seed + 1), norm(seed + 2));
     let attend = |x: &Array3<f64>| attention(seed).forward(x, mask).unwrap();
-    let feed = |x: &Array3<f64>| feed_forward(seed + 10).forward(x).unwrap();
+    let feed = |x: &Array3<f64>| feed_forward(FeedForwardKind::SwiGlu, seed + 10).forward(x).unwrap();
     let read = |x: &Array3<f64>| memory.map(|memory| cross(seed + 4).forward_cross(x, memory, &Mask::none()).unwrap());
     let of = |norm: &Norm<f64>, x: &Array3<f64>| norm.forward(x).unwrap();
     match form {
@@ -94,15 +41,15 @@ fn assert_close(got: &Array3<f64>, want: &Array3<f64>, what: &str) {
 
 #[test]
 fn blocks_are_what_the_formulas_say() {
-    let (x, memory) = (numbers(7, (2, 5, D_MODEL)), numbers(8, (2, 4, 7)));
+    let (x, memory) = (numbers(7, (2, 5, D_MODEL)), numbers(8, (2, 4, MEMORY_WIDTH)));
     for mask in [Mask::none(), Mask::causal(), Mask::causal() & Mask::last_n(2)] {
         for form in FORMS {
             let what = format!("{form:?} {mask}");
-            let got = block(form, 1, false).forward(&x, &Call::new().mask(&mask)).unwrap();
+            let got = block(Recipe::new(form, false), 1).forward(&x, &Call::new().mask(&mask)).unwrap();
             assert_close(&got, &plain(form, 1, &x, None, &mask), &what);
             if [Form::Pre, Form::Post].contains(&form) {
                 let call = Call::new().mask(&mask).memory(&memory);
-                let got = block(form, 1, true).forward(&x, &call).unwrap();
+                let got = block(Recipe::new(form, true), 1).forward(&x, &call).unwrap();
                 assert_close(&got, &plain(form, 1, &x, Some(&memory), &mask), &what);
             }
         }
@@ -113,7 +60,7 @@ fn blocks_are_what_the_formulas_say() {
 fn tokens_without_a_batch_and_of_any_strides_give_the_same() {
     let wide = numbers(7, (2, 5, 2 * D_MODEL));
     let x = wide.slice(s![.., ..;-1, ..;2]);
-    let block = block(Form::Pre, 1, false);
+    let block = block(Recipe::new(Form::Pre, false), 1);
     let want = block.forward(&x.to_owned(), &Call::new()).unwrap();
     assert_eq!(block.forward(&x, &Call::new()).unwrap(), want);
     assert_eq!(block.forward(&x.slice(s![1, .., ..]), &Call::new()).unwrap(), want.slice(s![1, .., ..]));
@@ -123,11 +70,12 @@ fn tokens_without_a_batch_and_of_any_strides_give_the_same() {
 #[test]
 fn positions_are_added_to_queries_and_keys_only() {
     let (x, places) = (numbers(7, (2, 5, D_MODEL)), numbers(9, (2, 5, D_MODEL)));
-    let (memory, memory_places) = (numbers(8, (2, 4, 7)), numbers(10, (2, 4, 7)));
-    let block = block(Form::Post, 1, true);
+    let (memory, memory_places) = (numbers(8, (2, 4, MEMORY_WIDTH)), numbers(10, (2, 4, MEMORY_WIDTH)));
+    let block = block(Recipe::new(Form::Post, true), 1);
     let call = Call::new().positions(&places).memory(&memory).memory_positions(&memory_places);
     let got = block.forward(&x, &call).unwrap();
 
+    let norm = |seed| norm(NormKind::Layer, seed);
     let placed = &x + &places;
     let own = attention(1).attend(&Inputs::new(&placed).key_value(&placed, &x), &Options::new()).unwrap().output;
     let x = norm(2).forward(&(&x + own)).unwrap();
@@ -135,28 +83,23 @@ fn positions_are_added_to_queries_and_keys_only() {
     let key = &memory + &memory_places;
     let read = cross(5).attend(&Inputs::new(&inputs).key_value(&key, &memory), &Options::new()).unwrap().output;
     let x = norm(4).forward(&(&x + read)).unwrap();
-    let want = norm(3).forward(&(&x + feed_forward(11).forward(&x).unwrap())).unwrap();
+    let want = norm(3).forward(&(&x + feed_forward(FeedForwardKind::SwiGlu, 11).forward(&x).unwrap())).unwrap();
     assert_close(&got, &want, "positions");
-}
-
-fn stack(form: Form, has_cross: bool) -> Stack<f64> {
-    Stack::new(vec![block(form, 1, has_cross), block(form, 30, has_cross)], Some(norm(90))).unwrap()
 }
 
 #[test]
 fn caches_change_nothing() {
-    let (x, memory) = (numbers(7, (2, 9, D_MODEL)), numbers(8, (2, 4, 7)));
+    let (x, memory) = (numbers(7, (2, 9, D_MODEL)), numbers(8, (2, 4, MEMORY_WIDTH)));
     let window = Mask::causal() & Mask::last_n(3);
     let padding = Mask::key_lengths(&[4, 2]);
-    for (form, has_cross) in FORMS.map(|form| (form, false)).into_iter().chain([(Form::Pre, true), (Form::Post, true)])
-    {
+    for recipe in Recipe::forms() {
         for mask in [None, Some(&window)] {
-            let stack = stack(form, has_cross);
+            let stack = stack(recipe);
             let causal = Mask::causal();
             let mut call = Call::new().mask(mask.unwrap_or(&causal)).memory_mask(&padding);
             let steps = mask.map_or(Call::new(), |mask| Call::new().mask(mask)).memory_mask(&padding);
             let mut caches = stack.cache(2, 9).unwrap();
-            if has_cross {
+            if recipe.has_cross {
                 call = call.memory(&memory);
                 stack.cache_memory(&Call::new().memory(&memory), &mut caches).unwrap();
             }
@@ -166,15 +109,15 @@ fn caches_change_nothing() {
                 let part = s![.., part, ..];
                 got.slice_mut(part).assign(&stack.decode(&x.slice(part), &steps, &mut caches).unwrap());
             }
-            assert_close(&got, &want, &format!("{form:?} {has_cross} {mask:?}"));
+            assert_close(&got, &want, &format!("{recipe:?} {mask:?}"));
         }
     }
 }
 
 #[test]
 fn a_failed_step_leaves_all_caches_as_they_were() {
-    let stack = stack(Form::Pre, true);
-    let (x, memory) = (numbers(7, (2, 3, D_MODEL)), numbers(8, (2, 4, 7)));
+    let stack = stack(Recipe::new(Form::Pre, true));
+    let (x, memory) = (numbers(7, (2, 3, D_MODEL)), numbers(8, (2, 4, MEMORY_WIDTH)));
     let mut caches = stack.cache(2, 4).unwrap();
     let refused = |caches: &mut Vec<_>, x: &Array3<f64>, call: &Call<'_, f64>| {
         stack.decode(x, call, caches).unwrap_err().to_string()
@@ -190,7 +133,7 @@ fn a_failed_step_leaves_all_caches_as_they_were() {
     assert!(refused(&mut caches, &x, &Call::new()).starts_with("cache[0]: expected at most capacity = 4 tokens"));
     assert_eq!((caches[0].tokens.len(), caches[1].tokens.len()), (0, 3));
     let wrong = Array3::zeros((2, 3, D_MODEL + 1));
-    assert!(refused(&mut caches, &wrong, &Call::new()).starts_with("x: expected [batch, len, d_model] = [_, _, 12]"));
+    assert!(refused(&mut caches, &wrong, &Call::new()).starts_with("x: expected [batch, len, d_model] = [_, _, 6]"));
     let places = Array3::zeros((2, 1, D_MODEL));
     let text = refused(&mut caches, &x, &Call::new().positions(&places));
     assert!(text.starts_with("positions: expected"), "{text}");
@@ -200,31 +143,37 @@ fn a_failed_step_leaves_all_caches_as_they_were() {
 
 #[test]
 fn parts_that_do_not_fit_are_refused() {
+    let (norm, feed_forward) = (|seed| norm(NormKind::Layer, seed), |seed| feed_forward(FeedForwardKind::SwiGlu, seed));
     let narrow = Norm::rms(numbers(1, 5), 1e-6).unwrap();
     let norms = Norms::Pre { attention: norm(1), feed_forward: narrow.clone() };
     let text = Block::new(attention(1), feed_forward(1), norms).unwrap_err().to_string();
-    assert_eq!(text, "norm of feed_forward: expected [d_model] = [12], got [5]");
-    let weights = FeedForwardWeights::new(Array2::zeros((5, 8)), Array2::zeros((8, 5)));
+    assert_eq!(text, "norm of feed_forward: expected [d_model] = [6], got [5]");
+    let weights = FeedForwardWeights::new(numbers(1, (5, 8)), numbers(2, (8, 5)));
     let norms = Norms::Pre { attention: norm(1), feed_forward: norm(2) };
     let other = FeedForward::new(weights, Activation::Gelu).unwrap();
     assert!(Block::new(attention(1), other, norms.clone()).is_err());
     assert!(Block::new(cross(1), feed_forward(1), norms).is_err());
-    assert!(block(Form::Parallel, 1, false).cross(cross(1), norm(1)).is_err());
-    assert!(block(Form::Pre, 1, false).cross(cross(1), narrow.clone()).is_err());
-    assert!(Stack::new(vec![block(Form::Pre, 1, false)], Some(narrow)).is_err());
+    assert!(block(Recipe::new(Form::Parallel, false), 1).cross(cross(1), norm(1)).is_err());
+    assert!(block(Recipe::new(Form::Pre, false), 1).cross(cross(1), narrow.clone()).is_err());
+    assert!(Stack::new(vec![block(Recipe::new(Form::Pre, false), 1)], Some(narrow)).is_err());
 
-    let (x, memory) = (numbers(7, (2, 3, D_MODEL)), numbers(8, (2, 4, 7)));
-    let unread = block(Form::Pre, 1, false).forward(&x, &Call::new().memory(&memory)).unwrap_err().to_string();
+    let (x, memory) = (numbers(7, (2, 3, D_MODEL)), numbers(8, (2, 4, MEMORY_WIDTH)));
+    let unread =
+        block(Recipe::new(Form::Pre, false), 1).forward(&x, &Call::new().memory(&memory)).unwrap_err().to_string();
     assert_eq!(unread, "memory: expected cross-attention that reads it, got a block without");
-    let missing = block(Form::Pre, 1, true).forward(&x, &Call::new()).unwrap_err().to_string();
+    let missing = block(Recipe::new(Form::Pre, true), 1).forward(&x, &Call::new()).unwrap_err().to_string();
     assert_eq!(missing, "memory: expected what cross-attention reads, got none");
-    let places = Array3::zeros((2, 4, 7));
-    let lonely = block(Form::Pre, 1, true).forward(&x, &Call::new().memory_positions(&places)).unwrap_err().to_string();
+    let places = Array3::zeros((2, 4, MEMORY_WIDTH));
+    let lonely = block(Recipe::new(Form::Pre, true), 1)
+        .forward(&x, &Call::new().memory_positions(&places))
+        .unwrap_err()
+        .to_string();
     assert_eq!(lonely, "memory_positions: expected a memory that they belong to, got none");
 }
 
 #[test]
 fn threads_change_no_bit() {
+    const D_MODEL: usize = 12;
     let x = numbers(7, (2, 200, D_MODEL)).mapv(|x| x as f32);
     let attention = MultiHeadAttention::<f32>::builder(D_MODEL, 3).seed(1).build().unwrap();
     let weights = FeedForwardWeights::new(

@@ -8,6 +8,8 @@ mod common;
 
 mod accuracy;
 mod any_input;
+mod block_gradients;
+mod blocks;
 mod bug_reports_gradients;
 mod bug_reports_masks;
 mod bug_reports_shapes;
