@@ -11,9 +11,10 @@ use crate::block::{self, Activation, Part};
 use crate::cache::Slots;
 use crate::error::Result;
 use crate::inspect::{self, HeadStatistics, Tokens};
-use crate::kernels::{Level, Real};
+use crate::kernels::{Level, NormInput, Real};
 use crate::linear::{self, Projected, Terms, WeightGradient};
 use crate::norm::RowNorm;
+use crate::parallel;
 use crate::position::{self, Heads, Rope, RopeTable, Turn};
 
 /// The entry points of the heavy code.
@@ -89,8 +90,14 @@ pub(crate) trait Compiled: Real {
     /// Projections, together.
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
 
-    /// Normalises heads, `[.., head_dim]` one after the other.
-    fn normalise(norm: &RowNorm<'_, Self>, heads: &mut [Self]);
+    /// Normalises heads, `[.., head_dim]` one after the other, or what takes their place.
+    fn normalise(norm: &RowNorm<'_, Self>, input: NormInput<'_, Self>, heads: &mut [Self]);
+
+    /// Adds the numbers of `y` to those of `x`.
+    fn add_all(x: &mut [Self], y: &[Self]);
+
+    /// Multiplies the numbers of `x` by those of `y`.
+    fn multiply_all(x: &mut [Self], y: &[Self]);
 
     /// From the gradient of normalised heads to that of the heads before, and what the weight's gradient gets of it.
     fn differentiate_norm(
@@ -213,8 +220,16 @@ macro_rules! compiled {
                 linear::project(Self::kernels(level), projections, scratch);
             }
 
-            fn normalise(norm: &RowNorm<'_, Self>, heads: &mut [Self]) {
-                norm.apply(heads);
+            fn normalise(norm: &RowNorm<'_, Self>, input: NormInput<'_, Self>, heads: &mut [Self]) {
+                norm.apply(Self::kernels(Level::best()), input, heads);
+            }
+
+            fn add_all(x: &mut [Self], y: &[Self]) {
+                parallel::for_each_pair(x, y, |x, y| *x += y);
+            }
+
+            fn multiply_all(x: &mut [Self], y: &[Self]) {
+                parallel::for_each_pair(x, y, |x, y| *x *= y);
             }
 
             fn differentiate_norm(

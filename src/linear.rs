@@ -13,6 +13,7 @@
 
 use ndarray::{Array1, ArrayRef0, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut2, ArrayViewMut3, Axis, s};
 
+use crate::block::Activation;
 use crate::element::Element;
 use crate::kernels::{Blocks, Kernels, Linear, Start, block_scratch, reserve};
 use crate::parallel;
@@ -29,6 +30,8 @@ pub(crate) struct Projected<'a, T> {
     pub(crate) y: ArrayViewMut3<'a, T>,
     /// Whether `y` is added to.
     pub(crate) start: Start,
+    /// What takes the place of each number of `y` in the end, while it is in the cache.
+    pub(crate) then: Option<Activation>,
 }
 
 impl<'a, T> Projected<'a, T> {
@@ -39,7 +42,12 @@ impl<'a, T> Projected<'a, T> {
         bias: Option<&'a Array1<T>>,
         y: ArrayViewMut3<'a, T>,
     ) -> Self {
-        Self { x, w, bias: bias.map(|bias| bias.view()), y, start: Start::Zero }
+        Self { x, w, bias: bias.map(|bias| bias.view()), y, start: Start::Zero, then: None }
+    }
+
+    /// `y = f(x w + bias)`
+    pub(crate) fn then(self, activation: Activation) -> Self {
+        Self { then: Some(activation), ..self }
     }
 }
 
@@ -85,17 +93,17 @@ pub(crate) fn project<T: Element>(
     let flat = |p: &Projected<'_, T>| flatten(p.x).is_some() && flatten(p.y.view()).is_some();
     if projections.iter().flatten().all(flat) {
         let products = projections.map(|projection| {
-            let Projected { x, w, bias, y, start } = projection?;
-            Some((Linear { x: flatten(x)?, w, bias, start }, flatten_mut(y)?))
+            let Projected { x, w, bias, y, start, then } = projection?;
+            Some(Product { linear: Linear { x: flatten(x)?, w, bias, start }, y: flatten_mut(y)?, then })
         });
         return deal(kernels, products, scratch);
     }
     let batch = projections.iter().flatten().map(|p| p.y.len_of(Axis(0))).max().unwrap_or(0);
     for entry in 0..batch {
         let products = projections.each_mut().map(|projection| {
-            let Projected { x, w, bias, y, start } = projection.as_mut()?;
+            let Projected { x, w, bias, y, start, then } = projection.as_mut()?;
             let linear = Linear { x: x.index_axis_move(Axis(0), entry), w: *w, bias: *bias, start: *start };
-            Some((linear, y.index_axis_mut(Axis(0), entry)))
+            Some(Product { linear, y: y.index_axis_mut(Axis(0), entry), then: *then })
         });
         deal(kernels, products, scratch);
     }
@@ -137,7 +145,8 @@ pub(crate) fn weight_gradients<T: Element>(
     if gradients.iter().flatten().all(whole) {
         let products = gradients.map(|gradient| {
             let WeightGradient { x, d_y, d_w, start } = gradient?;
-            Some((Linear { x: flatten(x)?.reversed_axes(), w: flatten(d_y)?, bias: None, start }, d_w))
+            let linear = Linear { x: flatten(x)?.reversed_axes(), w: flatten(d_y)?, bias: None, start };
+            Some(Product { linear, y: d_w, then: None })
         });
         return deal(kernels, products, scratch);
     }
@@ -151,7 +160,7 @@ pub(crate) fn weight_gradients<T: Element>(
                 let tokens = token..end.unwrap_or(x.nrows());
                 let x = x.slice(s![tokens.clone(), ..]).reversed_axes();
                 let linear = Linear { x, w: d_y.slice(s![tokens, ..]), bias: None, start: *start };
-                deal(kernels, [Some((linear, d_w.view_mut())), None, None], scratch);
+                deal(kernels, [Some(Product { linear, y: d_w.view_mut(), then: None }), None, None], scratch);
                 *start = Start::Add;
                 match end {
                     Some(end) => token = end + 1,
@@ -162,20 +171,24 @@ pub(crate) fn weight_gradients<T: Element>(
     }
 }
 
-/// A product and the matrix that it fills or is added to.
-type Product<'a, T> = (Linear<'a, T>, ArrayViewMut2<'a, T>);
+/// A product, the matrix that it fills or is added to, and what becomes of that.
+struct Product<'a, T> {
+    linear: Linear<'a, T>,
+    y: ArrayViewMut2<'a, T>,
+    then: Option<Activation>,
+}
 
 fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
     let mut work = 0.0;
     let mut items = 0;
     let mut room = 0;
     let jobs = products.map(|product| {
-        let (linear, y) = product?;
+        let Product { linear, y, then } = product?;
         work += 2.0 * linear.x.len() as f64 * linear.w.ncols() as f64 + FLOP_PER_WEIGHT * linear.w.len() as f64;
         room = room.max(block_scratch(&y, BLOCK_ROWS, BLOCK_COLUMNS, linear.w.nrows()));
         let blocks = Blocks::new(y, BLOCK_ROWS, BLOCK_COLUMNS);
         items += blocks.len();
-        Some((linear, blocks))
+        Some((linear, blocks, then))
     });
     let workers = parallel::workers(work, items);
     if scratch.len() < workers {
@@ -187,9 +200,12 @@ fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3],
         reserve(scratch, room);
     });
     parallel::for_each_worker(&mut scratch[..workers], |scratch| {
-        for (linear, blocks) in jobs.iter().flatten() {
-            while let Some(part) = blocks.next() {
-                kernels.linear_block(linear, part.rows, part.columns, part.view, scratch);
+        for (linear, blocks, then) in jobs.iter().flatten() {
+            while let Some(mut part) = blocks.next() {
+                kernels.linear_block(linear, part.rows, part.columns, part.view.view_mut(), scratch);
+                if let Some(activation) = then {
+                    activation.apply(kernels, &mut part.view);
+                }
             }
         }
     });

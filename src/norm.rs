@@ -19,10 +19,14 @@ use std::borrow::Cow;
 
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::kernels::{Kernels, Moments, NormInput, RowRule, moments};
 use crate::parallel;
 
-/// Heads of a chunk.
+/// Heads of a chunk of backward.
 const CHUNK: usize = 512;
+
+/// Numbers of a chunk of forward, about.
+const CHUNK_NUMBERS: usize = 32 * 1024;
 
 /// What a number counts as when it is decided on threads.
 const FLOP_PER_NUMBER: f64 = 16.0;
@@ -37,13 +41,6 @@ pub(crate) struct RowNorm<'a, T: Clone> {
     eps: f64,
     /// Whether the mean is taken off.
     centred: bool,
-}
-
-/// The mean and the reciprocal deviation of a head.
-#[derive(Clone, Copy)]
-struct Moments<T> {
-    mean: T,
-    r: f64,
 }
 
 impl<'a, T: Element> RowNorm<'a, T> {
@@ -62,19 +59,16 @@ impl<'a, T: Element> RowNorm<'a, T> {
         vector.as_slice().map_or_else(|| Cow::Owned(vector.to_vec()), Cow::Borrowed)
     }
 
-    /// Normalises each head.
-    pub(crate) fn apply(&self, heads: &mut [T]) {
+    /// Normalises each head: what stands in `heads`, or the input that takes its place.
+    pub(crate) fn apply(&self, kernels: &Kernels<T>, input: NormInput<'_, T>, heads: &mut [T]) {
         let width = self.weight.len().max(1);
         let work = FLOP_PER_NUMBER * heads.len() as f64;
-        parallel::for_each_chunk(heads, CHUNK * width, work, |_, chunk| {
-            for head in chunk.chunks_exact_mut(width) {
-                let Moments { mean, r } = self.moments(head);
-                let r = T::from_f64(r);
-                head.iter_mut().zip(&*self.weight).for_each(|(x, &weight)| *x = weight * (r * (*x - mean)));
-                if let Some(bias) = &self.bias {
-                    head.iter_mut().zip(&**bias).for_each(|(x, &bias)| *x += bias);
-                }
-            }
+        let rule =
+            RowRule { weight: &self.weight, bias: self.bias.as_deref(), eps: self.eps, is_centred: self.centred };
+        let len = (CHUNK_NUMBERS / width).max(1) * width;
+        parallel::for_each_chunk(heads, len, work, |index, chunk| {
+            let first = index * len;
+            kernels.normalise(&rule, input.part(first..first + chunk.len()), chunk);
         });
     }
 
@@ -131,14 +125,8 @@ impl<'a, T: Element> RowNorm<'a, T> {
         }
     }
 
-    /// `m` and `1 / sqrt(mean of squares + eps)`
     fn moments(&self, head: &[T]) -> Moments<T> {
-        let width = head.len() as f64;
-        // In the type of the numbers, so that what is taken off is what the squares are taken of.
-        let mean = if self.centred { T::from_f64(sum(head, |x| x) / width) } else { T::zero() };
-        let m = mean.into_f64();
-        let squares = if self.centred { sum(head, |x| (x - m) * (x - m)) } else { sum(head, |x| x * x) };
-        Moments { mean, r: (squares / width + self.eps).sqrt().recip() }
+        moments(head, self.eps, self.centred)
     }
 }
 
@@ -147,23 +135,15 @@ fn is_seen<T: Element>(d_head: &[T]) -> bool {
     d_head.iter().any(|d| !d.is_zero())
 }
 
-/// The sum of `f(x)`.
-#[inline(always)]
-fn sum<T: Element>(head: &[T], f: impl Fn(f64) -> f64) -> f64 {
-    // Eight sums, so that additions need not wait for each other.
-    let (chunks, rest) = head.as_chunks::<8>();
-    let mut sums = [0.0; 8];
-    for chunk in chunks {
-        sums.iter_mut().zip(chunk).for_each(|(sum, x)| *sum += f(x.into_f64()));
-    }
-    sums.iter_mut().zip(rest).for_each(|(sum, x)| *sum += f(x.into_f64()));
-    sums.iter().sum()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::Level;
     use ndarray::{array, s};
+
+    fn run<T: Element>(norm: &RowNorm<'_, T>, heads: &mut [T]) {
+        norm.apply(T::kernels(Level::best()), NormInput::Rows, heads);
+    }
 
     /// Numbers without a pattern.
     fn numbers<T: Element>(seed: u64, n: usize) -> Vec<T> {
@@ -196,14 +176,14 @@ mod tests {
     fn check(heads: &[f64], weight: &Array1<f64>, eps: f64) {
         norms(weight, eps, |centred, norm| {
             let mut got = heads.to_vec();
-            norm.apply(&mut got);
+            run(&norm, &mut got);
             let want = plain(heads, weight, eps, centred);
             let near = |(x, y): (&f64, &f64)| (x - y).abs() < if centred { 1e-12 } else { 1e-14 };
             assert!(got.iter().zip(&want).all(near), "{} {eps} {centred}", weight.len());
         });
         norms(&weight.mapv(|x| x as f32), eps, |centred, norm| {
             let mut got: Vec<_> = heads.iter().map(|&x| x as f32).collect();
-            norm.apply(&mut got);
+            run(&norm, &mut got);
             // A mean that was rounded, over a deviation that may be small: a few numbers of f32 may be close together.
             let want = plain(heads, weight, eps, centred);
             let near = |(&x, y): (&f32, &f64)| (f64::from(x) - y).abs() < if centred { 2e-4 } else { 1e-6 };
@@ -228,15 +208,15 @@ mod tests {
     fn large_and_small_heads_keep_their_directions() {
         for scale in [1e-30f32, 1e25, 1e37] {
             let mut heads = [3.0 * scale, -4.0 * scale];
-            RowNorm::new(&array![1.0, 1.0], 0.0).apply(&mut heads);
+            run(&RowNorm::new(&array![1.0, 1.0], 0.0), &mut heads);
             let norm = 12.5f32.sqrt();
             assert!((heads[0] - 3.0 / norm).abs() < 1e-6 && (heads[1] + 4.0 / norm).abs() < 1e-6, "{heads:?}");
         }
         let mut nothing = [0.0f32; 4];
-        RowNorm::new(&Array1::ones(4), 1e-6).apply(&mut nothing);
+        run(&RowNorm::new(&Array1::ones(4), 1e-6), &mut nothing);
         assert_eq!(nothing, [0.0; 4]);
         let mut bad = [f32::NAN, 1.0, 2.0, 3.0];
-        RowNorm::new(&Array1::ones(2), 1e-6).apply(&mut bad);
+        run(&RowNorm::new(&Array1::ones(2), 1e-6), &mut bad);
         assert!(bad[0].is_nan() && bad[1].is_nan() && bad[2].is_finite() && bad[3].is_finite());
     }
 
@@ -244,8 +224,8 @@ mod tests {
     fn a_weight_may_lie_backwards() {
         let backwards = array![3.0, 2.0, 1.0].slice_move(s![..;-1]);
         let (mut got, mut want) = ([1.0, -2.0, 0.5], [1.0, -2.0, 0.5]);
-        RowNorm::new(&backwards, 0.1).apply(&mut got);
-        RowNorm::new(&array![1.0, 2.0, 3.0], 0.1).apply(&mut want);
+        run(&RowNorm::new(&backwards, 0.1), &mut got);
+        run(&RowNorm::new(&array![1.0, 2.0, 3.0], 0.1), &mut want);
         assert_eq!(got, want);
     }
 
@@ -301,14 +281,14 @@ mod tests {
         let (heads, d_y): (Vec<f32>, Vec<f32>) = (numbers(6, width * count), numbers(8, width * count));
         let weight = Array1::from(numbers::<f32>(7, width));
         let norm = RowNorm::new(&weight, 1e-6);
-        let run = |heads: &[f32], d_y: &[f32]| {
+        let back = |heads: &[f32], d_y: &[f32]| {
             let (mut d_x, mut d_weight) = (d_y.to_vec(), vec![0.0; width]);
             norm.differentiate(heads, &mut d_x, &mut d_weight, &mut vec![f32::NAN; 7]).unwrap();
             (d_x, d_weight)
         };
         let on = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| run(&heads, &d_y))
+            pool.install(|| back(&heads, &d_y))
         };
         let want = on(1);
         for threads in [2, 3, 8] {
@@ -317,7 +297,7 @@ mod tests {
         // Each head by itself.
         let mut sums = vec![0.0f64; width];
         for ((head, d_y), want) in heads.chunks(width).zip(d_y.chunks(width)).zip(want.0.chunks(width)) {
-            let (d_x, d_weight) = run(head, d_y);
+            let (d_x, d_weight) = back(head, d_y);
             assert_eq!(d_x, want);
             sums.iter_mut().zip(d_weight).for_each(|(sum, d)| *sum += f64::from(d));
         }

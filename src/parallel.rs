@@ -61,6 +61,18 @@ pub(crate) fn for_each_chunk<T: Send>(
     data.chunks_mut(len).enumerate().for_each(|(index, chunk)| f(index, chunk));
 }
 
+/// Numbers of a chunk of [`for_each_pair`], and what one of them counts as: it is read and written.
+const PAIRS: usize = 16 * 1024;
+const FLOP_PER_PAIR: f64 = 16.0;
+
+/// Runs `f` over the numbers of two slices of one length.
+pub(crate) fn for_each_pair<T: Copy + Send + Sync>(x: &mut [T], y: &[T], f: impl Fn(&mut T, T) + Send + Sync) {
+    let work = FLOP_PER_PAIR * x.len() as f64;
+    for_each_chunk(x, PAIRS, work, |index, x| {
+        x.iter_mut().zip(&y[index * PAIRS..]).for_each(|(x, &y)| f(x, y));
+    });
+}
+
 /// The views along the first axis, with the lifetime of the array and not of the view.
 pub(crate) fn outer<'a, T, D: RemoveAxis>(
     view: ArrayViewMut<'a, T, D>,

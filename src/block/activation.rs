@@ -8,9 +8,9 @@
 //! ```
 //!
 //! (Hendrycks and Gimpel 2016, <https://arxiv.org/abs/1606.08415>; `c = √(2/π)`, `a = 0.044715`.) The slope is
-//! `g(x) + x g'(x)`. `Φ(-|x|) = e^(-z²) p(t) / 2` with `z = |x|/√2`, `t = (z - 3) / (z + 3)` and a polynomial p, so that
-//! there is no difference of close numbers; `p(t) ≈ e^(z²) erfc(z)` is its Chebyshev series on all `z >= 0`, computed in
-//! 60 digits and cut at a relative error of 7e-8 (`f32`) and 1.4e-17 (`f64`).
+//! `g(x) + x g'(x)`. GELU has a kernel of its own, `kernels/normal.rs`.
+
+use ndarray::ArrayViewMut2;
 
 use crate::element::Element;
 use crate::kernels::Kernels;
@@ -59,60 +59,44 @@ const FLOP_PER_NUMBER: f64 = 40.0;
 /// `√(2/π)` and the factor of x³.
 const TANH_FACTORS: [f64; 2] = [0.797_884_560_802_865_4, 0.044_715];
 
-/// Coefficients of p, the constant first, up to degree 11.
-const SHORT: [f64; 12] = [
-    0.17900115365185434,
-    -0.32623356419469707,
-    0.2456036216271468,
-    -0.15011581859322237,
-    0.07166797533270303,
-    -0.024393461599279874,
-    0.004259766871257394,
-    0.0007111464087125888,
-    -0.0005781560561591779,
-    3.929736711662588e-05,
-    4.564088760267887e-05,
-    -7.599684223958637e-06,
-];
-
-/// The same up to degree 25.
-const LONG: [f64; 26] = [
-    0.17900115118138996,
-    -0.3262335600430372,
-    0.24560380171233076,
-    -0.15011593650077787,
-    0.07166583719798435,
-    -0.024392499318647093,
-    0.004269136332695935,
-    0.0007077464384922489,
-    -0.0005970619467504678,
-    4.52553026597093e-05,
-    6.405654220809724e-05,
-    -1.2860520945643493e-05,
-    -7.978071289340513e-06,
-    2.1200871207178923e-06,
-    1.2523230231192439e-06,
-    -2.94057048608115e-07,
-    -2.3433452755368e-07,
-    2.8469441478942283e-08,
-    4.651846870855633e-08,
-    1.3920728220878536e-09,
-    -8.605536997811747e-09,
-    -1.6234856416337667e-09,
-    1.2521935562286647e-09,
-    4.2119859117784174e-10,
-    -1.0219012510604561e-10,
-    -4.70434831259446e-11,
-];
-
 /// Replaces each number by the value or the slope of the function there.
 pub(crate) fn activate<T: Element>(kernels: &Kernels<T>, activation: Activation, part: Part, numbers: &mut [T]) {
     let work = FLOP_PER_NUMBER * numbers.len() as f64;
-    parallel::for_each_chunk(numbers, CHUNK, work, |_, chunk| {
+    parallel::for_each_chunk(numbers, CHUNK, work, |_, chunk| activation.replace(kernels, part, chunk));
+}
+
+impl Activation {
+    /// Replaces each number of a block by the value there, on this thread.
+    pub(crate) fn apply<T: Element>(self, kernels: &Kernels<T>, block: &mut ArrayViewMut2<'_, T>) {
+        for mut row in block.outer_iter_mut() {
+            match row.as_slice_mut() {
+                Some(row) => self.replace(kernels, Part::Value, row),
+                None => row.iter_mut().for_each(|x| self.replace(kernels, Part::Value, std::slice::from_mut(x))),
+            }
+        }
+    }
+
+    fn replace<T: Element>(self, kernels: &Kernels<T>, part: Part, numbers: &mut [T]) {
+        match (self, part) {
+            (Self::Gelu, Part::Value) => kernels.gelu(numbers),
+            (Self::Gelu, Part::Slope) => kernels.gelu_slope(numbers),
+            // NaN stays.
+            (Self::Relu, Part::Value) => {
+                numbers.iter_mut().filter(|x| **x < T::zero()).for_each(|x| *x = T::zero());
+            }
+            (Self::Relu, Part::Slope) => numbers.iter_mut().filter(|x| !x.is_nan()).for_each(|x| {
+                *x = if *x > T::zero() { T::one() } else { T::zero() };
+            }),
+            (Self::GeluTanh | Self::Silu, _) => self.replace_by_gates(kernels, part, numbers),
+        }
+    }
+
+    /// By strips that lie on the stack: g and g', then what they make of x.
+    fn replace_by_gates<T: Element>(self, kernels: &Kernels<T>, part: Part, numbers: &mut [T]) {
         let (mut gate, mut slope) = ([T::zero(); STRIP], [T::zero(); STRIP]);
-        for x in chunk.chunks_mut(STRIP) {
+        for x in numbers.chunks_mut(STRIP) {
             let (gate, slope) = (&mut gate[..x.len()], &mut slope[..x.len()]);
-            gates(kernels, activation, x, gate, slope);
+            gates(kernels, self, x, gate, slope);
             // An infinite x has a gate of 0 or 1 and no slope of it: 0 times infinity must not come up.
             let times = |x: T, factor: T| if factor.is_zero() { T::zero() } else { x * factor };
             for ((x, &gate), &slope) in x.iter_mut().zip(&*gate).zip(&*slope) {
@@ -122,14 +106,13 @@ pub(crate) fn activate<T: Element>(kernels: &Kernels<T>, activation: Activation,
                 };
             }
         }
-    });
+    }
 }
 
-/// g and g' at each x.
+/// g and g' at each x, for GELU with tanh and for SiLU.
 fn gates<T: Element>(kernels: &Kernels<T>, activation: Activation, x: &[T], gate: &mut [T], slope: &mut [T]) {
     let [one, half] = [1.0, 0.5].map(T::from_f64);
     match activation {
-        Activation::Gelu => normal(kernels, x, gate, slope),
         Activation::GeluTanh => {
             let [factor, cubic] = TANH_FACTORS.map(T::from_f64);
             let three = T::from_f64(3.0);
@@ -142,20 +125,7 @@ fn gates<T: Element>(kernels: &Kernels<T>, activation: Activation, x: &[T], gate
                 *gate = half * (one + *gate);
             }
         }
-        Activation::Relu => {
-            for ((slope, gate), &x) in slope.iter_mut().zip(gate).zip(x) {
-                *slope = T::zero();
-                // NaN stays.
-                *gate = if x > T::zero() {
-                    one
-                } else if x <= T::zero() {
-                    T::zero()
-                } else {
-                    x
-                };
-            }
-        }
-        Activation::Silu => {
+        _ => {
             let factor = T::from_f64(-std::f64::consts::LOG2_E);
             gate.iter_mut().zip(x).for_each(|(g, &x)| *g = factor * x.abs());
             kernels.exp2(gate);
@@ -167,34 +137,6 @@ fn gates<T: Element>(kernels: &Kernels<T>, activation: Activation, x: &[T], gate
                 *gate = if x < T::zero() { small } else { large };
             }
         }
-    }
-}
-
-/// Φ and φ.
-fn normal<T: Element>(kernels: &Kernels<T>, x: &[T], gate: &mut [T], slope: &mut [T]) {
-    let coefficients: &[f64] = if size_of::<T>() == size_of::<f32>() { &SHORT } else { &LONG };
-    let [one, half, three] = [1.0, 0.5, 3.0].map(T::from_f64);
-    let root = T::from_f64(std::f64::consts::FRAC_1_SQRT_2);
-    let exponent = T::from_f64(-0.5 * std::f64::consts::LOG2_E);
-    let density = T::from_f64(0.5 * std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2);
-    let mut place = [T::zero(); STRIP];
-    let place = &mut place[..x.len()];
-    for ((power, t), &x) in slope.iter_mut().zip(&mut *place).zip(x) {
-        *power = exponent * x * x;
-        let z = root * x.abs();
-        // 1 - 6 / (z + 3) is (z - 3) / (z + 3), and 1 at infinity.
-        *t = one - (three + three) / (z + three);
-    }
-    kernels.exp2(slope);
-    gate.fill(T::zero());
-    for &coefficient in coefficients.iter().rev() {
-        let coefficient = T::from_f64(coefficient);
-        gate.iter_mut().zip(&*place).for_each(|(p, &t)| *p = *p * t + coefficient);
-    }
-    for ((power, gate), &x) in slope.iter_mut().zip(gate).zip(x) {
-        let tail = half * *power * *gate;
-        *gate = if x < T::zero() { tail } else { one - tail };
-        *power = density * *power;
     }
 }
 

@@ -385,14 +385,16 @@ impl<T: Element> FeedForward<T> {
             None => None,
         };
         let into_h = Projected::new(x, w_in.view(), b_in.as_ref(), h.view_mut());
-        let gates = w_gate.as_ref().zip(g.as_mut());
-        let into_g = gates.map(|(w, g)| Projected::new(x, w.view(), b_gate.as_ref(), g.view_mut()));
-        T::project(Level::best(), [Some(into_h), into_g, None], &mut room.scratch);
-        match &mut g {
-            None => self.activate(Part::Value, &mut h),
-            Some(g) => {
-                self.activate(Part::Value, g);
-                h *= &*g;
+        let activation = self.activation;
+        match w_gate.as_ref().zip(g.as_mut()) {
+            None => T::project(Level::best(), [Some(into_h.then(activation)), None, None], &mut room.scratch),
+            Some((w_gate, g)) => {
+                let into_g = Projected::new(x, w_gate.view(), b_gate.as_ref(), g.view_mut()).then(activation);
+                T::project(Level::best(), [Some(into_h), Some(into_g), None], &mut room.scratch);
+                // Both have just been made and lie in one piece.
+                if let (Some(h), Some(g)) = (h.as_slice_mut(), g.as_slice()) {
+                    T::multiply_all(h, g);
+                }
             }
         }
         let back = Projected::new(h.view(), w_out.view(), b_out.as_ref(), y);

@@ -5,12 +5,13 @@ use ndarray::{Array, Array3, ArrayRef, ArrayView3, Axis};
 
 use super::call::Call;
 use super::feed_forward::{self, FeedForward};
-use super::norm::{Norm, copied};
+use super::norm::{Norm, add, copied};
 use super::train::Kept;
 use crate::attention::{Options, Workspace};
 use crate::cache::KvCache;
 use crate::element::{Element, reused};
 use crate::error::{Error, Result, check_shape};
+use crate::kernels::NormInput;
 use crate::mha::{CAUSAL, Inputs, MultiHeadAttention, Recording, Sequence};
 
 /// The norms of attention and feed-forward, and where they stand: see [`crate::block`] for the formulas.
@@ -291,6 +292,7 @@ impl<T: Element> Block<T> {
         if cache.is_none() && self.cross.is_none() && call.memory.is_some() {
             return Err(unread_memory());
         }
+        let is_kept = kept.is_some();
         let mut keep = |x: &Array3<T>| -> Result<()> {
             if let Some(kept) = &mut kept {
                 kept.push(copied("tape", x.view())?);
@@ -318,31 +320,32 @@ impl<T: Element> Block<T> {
         }
         match &self.norms {
             Norms::Parallel { attention, feed_forward: second } => {
-                input.assign(x);
-                attention.apply(&mut input);
+                attention.fill(&mut input, x);
                 attend(&input, &mut output, workspace)?;
                 if let Some(norm) = second {
-                    input.assign(x);
-                    norm.apply(&mut input);
+                    norm.fill(&mut input, x);
                 }
-                *x += &output;
+                add(x, &output);
                 self.feed_forward.run(input.view(), output.view_mut(), feed_forward)?;
-                *x += &output;
+                add(x, &output);
             }
             Norms::Pre { attention, feed_forward: second } | Norms::Post { attention, feed_forward: second } => {
                 let is_pre = matches!(self.norms, Norms::Pre { .. });
                 let mut part = |norm: &Norm<T>, run: &mut Part<'_, T>| {
                     if is_pre {
                         keep(x)?;
-                        input.assign(x);
-                        norm.apply(&mut input);
+                        norm.fill(&mut input, x);
                         run(&input, &mut output)?;
-                        *x += &output;
+                        add(x, &output);
                     } else {
                         run(x, &mut output)?;
-                        *x += &output;
-                        keep(x)?;
-                        norm.apply(x);
+                        if is_kept {
+                            add(x, &output);
+                            keep(x)?;
+                            norm.apply(NormInput::Rows, x);
+                        } else {
+                            norm.add(x, &output);
+                        }
                     }
                     Ok(())
                 };

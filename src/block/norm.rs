@@ -4,6 +4,7 @@ use ndarray::{Array, Array1, Array3, ArrayRef, ArrayView3, ArrayViewD, ArrayView
 
 use crate::element::{Element, zeros};
 use crate::error::{Error, Result, check_shape};
+use crate::kernels::NormInput;
 use crate::mha::Sequence;
 use crate::norm::RowNorm;
 
@@ -185,7 +186,7 @@ impl<T: Element> Norm<T> {
         let x = D::batched(x);
         self.check("x", x)?;
         let mut y = copied("y", x)?;
-        self.apply(&mut y);
+        self.apply(NormInput::Rows, &mut y);
         Ok(D::unbatched(y))
     }
 
@@ -238,11 +239,28 @@ impl<T: Element> Norm<T> {
         Ok(())
     }
 
-    /// Normalises tokens where they are: an array in standard layout that has been checked.
-    pub(super) fn apply(&self, tokens: &mut Array3<T>) {
+    /// Normalises tokens where they are, or what takes their place. All arrays are in standard layout and have been
+    /// checked.
+    pub(super) fn apply(&self, input: NormInput<'_, T>, tokens: &mut Array3<T>) {
         debug_assert!(tokens.is_standard_layout() && tokens.len_of(Axis(2)) == self.d_model());
         if let Some(tokens) = tokens.as_slice_mut() {
-            T::normalise(&self.rule(), tokens);
+            T::normalise(&self.rule(), input, tokens);
+        }
+    }
+
+    /// Fills `tokens` with the norms of `x`.
+    pub(super) fn fill(&self, tokens: &mut Array3<T>, x: &Array3<T>) {
+        debug_assert!(x.is_standard_layout() && x.dim() == tokens.dim());
+        if let Some(x) = x.as_slice() {
+            self.apply(NormInput::Other(x), tokens);
+        }
+    }
+
+    /// `tokens = norm(tokens + update)`
+    pub(super) fn add(&self, tokens: &mut Array3<T>, update: &Array3<T>) {
+        debug_assert!(update.is_standard_layout() && update.dim() == tokens.dim());
+        if let Some(update) = update.as_slice() {
+            self.apply(NormInput::RowsPlus(update), tokens);
         }
     }
 
@@ -264,6 +282,14 @@ pub(super) fn copied<T: Element>(argument: &'static str, x: ArrayView3<'_, T>) -
     let mut copy = zeros(argument, "[batch, len, d_model]", x.dim())?;
     copy.assign(&x);
     Ok(copy)
+}
+
+/// `x += update` for arrays in standard layout.
+pub(super) fn add<T: Element>(x: &mut Array3<T>, update: &Array3<T>) {
+    debug_assert!(x.is_standard_layout() && update.is_standard_layout() && update.dim() == x.dim());
+    if let (Some(x), Some(update)) = (x.as_slice_mut(), update.as_slice()) {
+        T::add_all(x, update);
+    }
 }
 
 /// The sum of all tokens.

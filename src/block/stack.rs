@@ -9,6 +9,7 @@ use super::parameters::{StackWeights, check_gradients};
 use super::train::{Back, BlockGradients, Kept, Shared, StackGradients, WayBack};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
+use crate::kernels::NormInput;
 use crate::mha::Sequence;
 
 /// Blocks one after the other, and a norm in the end if there is one: an encoder or a decoder.
@@ -358,7 +359,7 @@ impl<T: Element> Stack<T> {
 
     fn finish(&self, tokens: &mut Array3<T>) {
         if let Some(norm) = &self.norm {
-            norm.apply(tokens);
+            norm.apply(NormInput::Rows, tokens);
         }
     }
 

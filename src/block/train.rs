@@ -542,6 +542,5 @@ fn add<T: Element>(sum: &mut Option<Array3<T>>, d: &Array3<T>) {
 
 /// `norm(x)` into an array of its shape, in standard layout.
 fn normalise<T: Element>(x: &Array3<T>, norm: &Norm<T>, into: &mut Array3<T>) {
-    into.assign(x);
-    norm.apply(into);
+    norm.fill(into, x);
 }

@@ -9,6 +9,8 @@
 //! | `real.rs`, `simd.rs` | the scalar and the vector type that kernels are generic over |
 //! | `avx512.rs`, `avx2.rs`, `portable.rs` | the vector types |
 //! | `exp.rs` | `2^x` and `tanh(x)` |
+//! | `normal.rs` | GELU by the normal distribution |
+//! | `norm.rs` | rows to their norms |
 //! | `tile.rs` | products: a few rows in registers |
 //! | `operand.rs`, `halves.rs` | operands of 16 bits |
 //! | `dots.rs` | products of few rows with a matrix stored transposed |
@@ -45,6 +47,8 @@ mod gemm;
 mod halves;
 mod level;
 mod mods;
+mod norm;
+mod normal;
 mod operand;
 mod pack;
 mod pairs;
@@ -74,6 +78,7 @@ pub(crate) use deal::{Block, Deal};
 pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
+pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
 pub(crate) use pairs::RowsAndKeys;
 pub(crate) use real::Real;

@@ -12,6 +12,8 @@ pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
     const EXP2: &'static [Self];
     /// Coefficients `c` of `tanh(x) ≈ x + x z (c[0] + z (c[1] + ...))`, `z = x²`, for |x| < 0.625: see `exp.rs`.
     const TANH: &'static [Self];
+    /// Coefficients of the tail of the normal distribution: see `normal.rs`.
+    const NORMAL_TAIL: &'static [Self];
     /// Where `tanh` changes from the polynomial to the exponential.
     const TANH_NEAR: Self;
     /// How far a score may exceed the reference of its row: see `softmax.rs`.
@@ -32,16 +34,23 @@ pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
     /// library call that costs fifty times as much.
     fn multiply_add(self, factor: Self, addend: Self) -> Self;
 
+    /// The same number in `f64`.
+    fn wide(self) -> f64;
+
+    /// The nearest number.
+    fn nearest(x: f64) -> Self;
+
     /// The kernels of a level, or the portable ones if this CPU cannot run it.
     fn kernels(level: Level) -> &'static Kernels<Self>;
 }
 
 macro_rules! real {
-    ($t:ident, $bits:ident, $kernels:path, EXP2 = $exp2:expr, TANH = $tanh:expr) => {
+    ($t:ident, $bits:ident, $kernels:path, EXP2 = $exp2:expr, TANH = $tanh:expr, NORMAL_TAIL = $tail:expr) => {
         impl Real for $t {
             const LOG2_E: Self = std::$t::consts::LOG2_E;
             const EXP2: &'static [Self] = &$exp2;
             const TANH: &'static [Self] = &$tanh;
+            const NORMAL_TAIL: &'static [Self] = &$tail;
             const TANH_NEAR: Self = 0.625;
             const SLACK: Self = 6.0;
             const MIN_EXPONENT: Self = ($t::MIN_EXP - 1) as Self;
@@ -70,6 +79,17 @@ macro_rules! real {
                 }
             }
 
+            #[inline(always)]
+            fn wide(self) -> f64 {
+                f64::from(self)
+            }
+
+            #[inline(always)]
+            #[allow(clippy::unnecessary_cast, reason = "the macro is for both types")]
+            fn nearest(x: f64) -> Self {
+                x as Self
+            }
+
             fn kernels(level: Level) -> &'static Kernels<Self> {
                 $kernels(level)
             }
@@ -88,7 +108,21 @@ mod single {
         u32,
         crate::kernels::kernels_f32,
         EXP2 = [0.693_147_06, 0.240_229_09, 0.055_486_184, 0.009_673_775, 0.001_248_228_8, 0.000_215_659_85],
-        TANH = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_987_4]
+        TANH = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_987_4],
+        NORMAL_TAIL = [
+            0.179_001_15,
+            -0.326_233_57,
+            0.245_603_62,
+            -0.150_115_82,
+            0.071_667_98,
+            -0.024_393_462,
+            0.004_259_767,
+            0.000_711_146_4,
+            -0.000_578_156_03,
+            3.929_736_7e-5,
+            4.564_089e-5,
+            -7.599_684e-6,
+        ]
     );
 }
 
@@ -127,6 +161,34 @@ mod double {
             -0.000_228_564_210_011_454_92,
             0.000_077_144_365_154_119_47,
             -0.000_016_072_568_841_506_045,
+        ],
+        NORMAL_TAIL = [
+            0.179_001_151_181_389_96,
+            -0.326_233_560_043_037_2,
+            0.245_603_801_712_330_76,
+            -0.150_115_936_500_777_87,
+            0.071_665_837_197_984_35,
+            -0.024_392_499_318_647_093,
+            0.004_269_136_332_695_935,
+            0.000_707_746_438_492_248_9,
+            -0.000_597_061_946_750_467_8,
+            4.525_530_265_970_93e-5,
+            6.405_654_220_809_724e-5,
+            -1.286_052_094_564_349_3e-5,
+            -7.978_071_289_340_513e-6,
+            2.120_087_120_717_892_3e-6,
+            1.252_323_023_119_243_9e-6,
+            -2.940_570_486_081_15e-7,
+            -2.343_345_275_536_8e-7,
+            2.846_944_147_894_228_3e-8,
+            4.651_846_870_855_633e-8,
+            1.392_072_822_087_853_6e-9,
+            -8.605_536_997_811_747e-9,
+            -1.623_485_641_633_766_7e-9,
+            1.252_193_556_228_664_7e-9,
+            4.211_985_911_778_417_4e-10,
+            -1.021_901_251_060_456_1e-10,
+            -4.704_348_312_594_46e-11,
         ]
     );
 }

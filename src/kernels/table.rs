@@ -6,6 +6,8 @@ use super::dropout::{self, Dropping};
 #[cfg(feature = "half")]
 use super::halves::{self, Halves};
 use super::level::Level;
+use super::norm::{self, NormInput, RowRule};
+use super::normal;
 use super::pack::{self, Pack};
 use super::pairs::{self, Pairs};
 use super::portable::Portable;
@@ -35,6 +37,9 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) scaled: unsafe fn(&Pack<T>, T),
     exp2: unsafe fn(*mut T, usize),
     tanh: unsafe fn(*mut T, usize),
+    gelu: unsafe fn(*mut T, usize),
+    gelu_slope: unsafe fn(*mut T, usize),
+    normalise: unsafe fn(&RowRule<'_, T>, NormInput<'_, T>, &mut [T]),
     divide: unsafe fn(*mut T, usize, T),
     multiply_adds: unsafe fn(usize, T) -> T,
     multiply_adds_flop: usize,
@@ -70,13 +75,16 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, scaled(a: &Pack<$t>, factor: $t) -> () = pack::scaled);
             level!(@entry $token $(, $features)?, exp2(x: *mut $t, n: usize) -> () = exp::exp2_slice);
             level!(@entry $token $(, $features)?, tanh(x: *mut $t, n: usize) -> () = exp::tanh_slice);
+            level!(@entry $token $(, $features)?, gelu(x: *mut $t, n: usize) -> () = normal::gelu::<_, false>);
+            level!(@entry $token $(, $features)?, gelu_slope(x: *mut $t, n: usize) -> () = normal::gelu::<_, true>);
+            level!(@entry $token $(, $features)?, normalise(rule: &RowRule<'_, $t>, input: NormInput<'_, $t>, rows: &mut [$t]) -> () = norm::normalise);
             level!(@entry $token $(, $features)?, divide(x: *mut $t, n: usize, d: $t) -> () = divide::divide);
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
             #[cfg(feature = "half")]
             let halves = level!(@halves $t, $token, [$nv, $medium, $wide, $widest] $(, $features)?);
-            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, #[cfg(feature = "half")] halves }
+            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, #[cfg(feature = "half")] halves }
         };
     };
     (@halves f32, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
@@ -89,6 +97,7 @@ macro_rules! level {
     (@halves f64, $($rest:tt)*) => { None };
     (@entry $token:expr $(, $features:literal)?, $name:ident($($arg:ident: $t:ty),*) -> $out:ty = $body:expr) => {
         $(#[target_feature(enable = $features)])?
+        #[allow(unused_unsafe, reason = "some bodies are safe")]
         unsafe fn $name($($arg: $t),*) -> $out {
             // SAFETY: the table of a level is handed out only where the CPU has its instructions (`table` below); the
             // caller keeps the contract of the body.
@@ -162,6 +171,24 @@ impl<T: Copy> Kernels<T> {
     pub(crate) fn tanh(&self, x: &mut [T]) {
         // SAFETY: pointer and length are those of a mutable slice.
         unsafe { (self.tanh)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// Replaces each number by its GELU.
+    pub(crate) fn gelu(&self, x: &mut [T]) {
+        // SAFETY: pointer and length are those of a mutable slice.
+        unsafe { (self.gelu)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// Replaces each number by the slope of GELU there.
+    pub(crate) fn gelu_slope(&self, x: &mut [T]) {
+        // SAFETY: pointer and length are those of a mutable slice.
+        unsafe { (self.gelu_slope)(x.as_mut_ptr(), x.len()) }
+    }
+
+    /// Normalises rows; the input has as many numbers as the rows.
+    pub(crate) fn normalise(&self, rule: &RowRule<'_, T>, input: NormInput<'_, T>, rows: &mut [T]) {
+        // SAFETY: the body is safe; the CPU has the instructions of the table's level.
+        unsafe { (self.normalise)(rule, input, rows) }
     }
 
     /// Divides each number by `d`.

@@ -403,7 +403,7 @@ fn differentiate_weights<T: Element>(
 
 /// `y (+)= x W^T`
 fn turned<'a, T>(x: ArrayView3<'a, T>, w: &'a Array2<T>, y: ArrayViewMut3<'a, T>, start: Start) -> Projected<'a, T> {
-    Projected { x, w: w.t(), bias: None, y, start }
+    Projected { x, w: w.t(), bias: None, y, start, then: None }
 }
 
 /// Arrays like these, with any numbers, in `memory`.

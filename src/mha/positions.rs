@@ -5,6 +5,7 @@ use ndarray::{ArrayRef2, ArrayViewMut4, Axis};
 use super::{Inputs, MultiHeadAttention, Weights};
 use crate::element::Element;
 use crate::error::Result;
+use crate::kernels::NormInput;
 use crate::norm::RowNorm;
 use crate::position::{Heads, Positions, RopeTable, Turn};
 
@@ -103,7 +104,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let [q_norm, k_norm] = self.norms();
         for (norm, heads) in [(q_norm, q), (k_norm, k)] {
             if let Some(norm) = norm {
-                T::normalise(&norm, heads);
+                T::normalise(&norm, NormInput::Rows, heads);
             }
         }
     }
