@@ -66,6 +66,7 @@ impl<'a> BoundMask<'a> {
         for ranges in &mask.key_ranges {
             ranges.check(batch, kv_len)?;
         }
+        mask.segments.iter().try_for_each(|segments| segments.check(q_len, kv_len))?;
         for dense in &mask.dense {
             dense.check(dims)?;
         }
@@ -133,7 +134,7 @@ impl<'a> BoundMask<'a> {
     }
 
     /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
-    /// formula, dense rules row by row.
+    /// formula, segments and dense rules row by row.
     ///
     /// ```
     /// use multihead::Mask;
@@ -149,9 +150,10 @@ impl<'a> BoundMask<'a> {
         let entries = if same { batch.min(1) } else { batch };
         let heads = if differ(1) { num_heads } else { num_heads.min(1) };
         let rules = (0..entries).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
-        let pairs = rules.map(|rules| match rules.is_dense() {
-            true => rules.dense_pairs(q_len),
-            false => rules.interval.pairs(q_len),
+        let is_counted = self.mask.segments.is_empty() && self.mask.dense.is_empty();
+        let pairs = rules.map(|rules| match is_counted {
+            true => rules.interval.pairs(q_len),
+            false => rules.pairs_by_row(q_len),
         });
         let times = ((batch / entries.max(1)) as u64).saturating_mul((num_heads / heads.max(1)) as u64);
         pairs.fold(0, u64::saturating_add).saturating_mul(times)
@@ -220,7 +222,8 @@ pub(crate) struct HeadMask<'a> {
 impl<'a> HeadMask<'a> {
     /// The keys that query i may see; dense rules can hide more of them.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
-        self.interval.keys(i)
+        let keys = self.interval.keys(i);
+        self.mask.segments.iter().fold(keys, |keys, segments| segments.within(i, keys))
     }
 
     /// The key position of query i: what windows and biases by distance count from.
@@ -247,7 +250,7 @@ impl<'a> HeadMask<'a> {
     }
 
     /// The number of pairs that the first `q_len` queries see, counted row by row.
-    fn dense_pairs(&self, q_len: usize) -> u64 {
+    fn pairs_by_row(&self, q_len: usize) -> u64 {
         let row = |i| self.runs(i).map(|run| run.len() as u64).fold(0, u64::saturating_add);
         (0..q_len).map(row).fold(0, u64::saturating_add)
     }
@@ -272,14 +275,14 @@ impl<'a> HeadMask<'a> {
 
     /// Whether query i may attend to key j.
     pub(crate) fn sees(&self, i: usize, j: usize) -> bool {
-        self.interval.keys(i).contains(&j)
+        self.keys(i).contains(&j)
             && self.mask.dense.iter().all(|d| d.word(self.entry, self.head, i, j / 64) >> (j % 64) & 1 == 1)
     }
 
     /// Bit b is set where query i may attend to key `64 * word + b`.
     pub(crate) fn word(&self, i: usize, word: usize) -> u64 {
         let first = 64 * word;
-        let keys = self.interval.keys(i);
+        let keys = self.keys(i);
         let below = |end: usize| match end.saturating_sub(first) {
             n @ 0..64 => (1u64 << n) - 1,
             _ => u64::MAX,
@@ -294,7 +297,7 @@ impl<'a> HeadMask<'a> {
             return Visibility::Nothing;
         }
         // Both ends of a query's interval grow with the query: the outer queries bound all between them.
-        let (first, last) = (self.interval.keys(rows.start), self.interval.keys(rows.end - 1));
+        let (first, last) = (self.keys(rows.start), self.keys(rows.end - 1));
         if last.end <= keys.start || first.start >= keys.end {
             return Visibility::Nothing;
         }
@@ -392,6 +395,11 @@ mod tests {
         for mask in &masks {
             check(mask, [1, 1, 20, 150]);
         }
+        let packed = || Mask::segments(&[3, 0, 70, 1, 60, 2]);
+        for mask in [packed(), packed() & Mask::causal(), packed() & Mask::window(5, 2) & Mask::segments(&[100, 36])] {
+            check(&mask, [1, 1, 136, 136]);
+        }
+        check(&(packed() & Mask::key_lengths(&[50]) & Mask::query_lengths(&[75])), [1, 1, 136, 136]);
     }
 
     #[test]

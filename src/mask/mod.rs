@@ -1,7 +1,7 @@
 //! What may attend to what.
 //!
 //! A [`Mask`] is a set of rules, and a pair (query, key) is visible if *every* rule lets it through: masks combine by
-//! intersection, with `&`. The rules come in two kinds. *Structure* (causal, window, key ranges) leaves each query one
+//! intersection, with `&`. The rules come in two kinds. *Structure* (causal, window, key ranges, segments) leaves each query one
 //! interval of keys and costs no memory; *dense* rules hold one bit per pair.
 //!
 //! # Positions
@@ -27,6 +27,7 @@
 
 mod bound;
 mod dense;
+mod segments;
 mod structure;
 
 pub use bound::{BoundMask, Visibility};
@@ -35,6 +36,7 @@ pub(crate) use dense::rank_2_or_4;
 
 use dense::Dense;
 use ndarray::{ArrayRef, ArrayRef2, Dimension};
+use segments::Segments;
 use std::fmt;
 use std::ops::{BitAnd, Range};
 use std::sync::Arc;
@@ -67,13 +69,19 @@ pub struct Mask {
     bands: Vec<Band>,
     key_ranges: Vec<KeyRanges>,
     query_lengths: Vec<QueryLengths>,
+    segments: Vec<Arc<Segments>>,
     dense: Vec<Arc<Dense>>,
 }
 
 impl Mask {
     /// What a call without a mask uses.
-    pub(crate) const NONE: Self =
-        Self { bands: Vec::new(), key_ranges: Vec::new(), query_lengths: Vec::new(), dense: Vec::new() };
+    pub(crate) const NONE: Self = Self {
+        bands: Vec::new(),
+        key_ranges: Vec::new(),
+        query_lengths: Vec::new(),
+        segments: Vec::new(),
+        dense: Vec::new(),
+    };
 
     /// Every query sees every key.
     ///
@@ -192,6 +200,27 @@ impl Mask {
         Self { query_lengths: vec![QueryLengths::new(lengths)], ..Self::default() }
     }
 
+    /// Sequences one after the other, packed without padding: each token sees those of its own sequence. The lengths are
+    /// those of the sequences, in every batch entry; their sum is the number of queries and of keys.
+    ///
+    /// A batch of sequences of unlike lengths is one entry of all their tokens then, and nothing is computed for padding.
+    /// The position of a token counts from the first sequence on, so layers with positions of their own (RoPE) are told
+    /// those within the sequence by the call.
+    ///
+    /// ```
+    /// use multihead::Mask;
+    /// let mask = Mask::segments(&[1, 2]);
+    /// assert_eq!(mask.bind(1, 1, 3, 3)?.to_string(), "1 0 0\n0 1 1\n0 1 1\n");
+    /// assert_eq!((mask & Mask::causal()).bind(1, 1, 3, 3)?.to_string(), "1 0 0\n0 1 0\n0 1 1\n");
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    #[doc(alias = "cu_seqlens")]
+    #[doc(alias = "varlen")]
+    #[doc(alias = "document_mask")]
+    pub fn segments(lengths: &[usize]) -> Self {
+        Self { segments: vec![Arc::new(Segments::new(lengths))], ..Self::default() }
+    }
+
     /// A padding mask: key j of batch entry b may be attended to where `keep[[b, j]]` is true.
     ///
     /// `keep: [batch, kv_len]`, an axis of length 1 stands for all. It is a mask and not a length: the bottom-right
@@ -259,6 +288,7 @@ impl Mask {
         self.bands.extend(other.bands);
         self.key_ranges.extend(other.key_ranges);
         self.query_lengths.extend(other.query_lengths);
+        self.segments.extend(other.segments);
         self.dense.extend(other.dense);
         self
     }
@@ -270,14 +300,15 @@ impl Mask {
     /// assert!(!Mask::causal().is_none());
     /// ```
     pub fn is_none(&self) -> bool {
-        self.bands.is_empty() && self.key_ranges.is_empty() && self.query_lengths.is_empty() && self.dense.is_empty()
+        let Self { bands, key_ranges, query_lengths, segments, dense } = self;
+        bands.is_empty() && key_ranges.is_empty() && query_lengths.is_empty() && segments.is_empty() && dense.is_empty()
     }
 
     /// The mask over given lengths, to be asked, drawn or turned into an array.
     ///
     /// # Errors
     /// [`crate::Error::Shape`] if a dense mask or the number of key ranges or query lengths does not fit,
-    /// [`crate::Error::Value`] if there are more valid queries than queries,
+    /// [`crate::Error::Value`] if there are more valid queries than queries or if segments have another sum,
     /// [`crate::Error::KeyRange`] if a range ends beyond `kv_len`,
     /// [`crate::Error::Alignment`] if a window could count from two causal rules.
     ///
@@ -326,8 +357,9 @@ impl fmt::Display for Mask {
         let bands = self.bands.iter().map(|rule| rule as &dyn fmt::Display);
         let ranges = self.key_ranges.iter().map(|rule| rule as &dyn fmt::Display);
         let lengths = self.query_lengths.iter().map(|rule| rule as &dyn fmt::Display);
+        let segments = self.segments.iter().map(|rule| &**rule as &dyn fmt::Display);
         let dense = self.dense.iter().map(|rule| &**rule as &dyn fmt::Display);
-        for (i, rule) in bands.chain(ranges).chain(lengths).chain(dense).enumerate() {
+        for (i, rule) in bands.chain(ranges).chain(lengths).chain(segments).chain(dense).enumerate() {
             if i > 0 {
                 f.write_str(" & ")?;
             }

@@ -27,6 +27,7 @@ mod loading;
 mod properties;
 mod qk_norm;
 mod rope;
+mod segments;
 mod threads;
 mod tiles;
 mod train;
