@@ -22,6 +22,7 @@ mod transformer;
 mod vit;
 
 use checkpoint::Checkpoint;
+use multihead::Mask;
 use multihead::io::Tensors;
 use multihead::ndarray::{Array2, Array3, ArrayRef3, Axis, Ix3, Ix4, Zip, s};
 use safetensors::tensor::{Dtype, SafeTensors};
@@ -81,7 +82,9 @@ fn bert() {
     let lengths = case.ids("input.attention_mask").sum_axis(Axis(1)).to_vec();
     assert!(lengths.iter().any(|&length| length < ids.ncols()), "expected padding in {lengths:?}");
     let model = bert::Bert::load(&case.file()).unwrap();
-    let x = model.forward(&ids, &lengths).unwrap();
+    let places = Array2::from_shape_fn(ids.dim(), |(_, i)| i);
+    let padding = Mask::key_lengths(&lengths);
+    let x = model.forward(&ids, &places, &padding).unwrap();
     // What stands at padding attends to the tokens too.
     case.check("last_hidden_state", &x);
 
@@ -90,9 +93,23 @@ fn bert() {
     for (b, &length) in lengths.iter().enumerate() {
         other.slice_mut(s![b, length..]).fill(7);
     }
-    let y = model.forward(&other, &lengths).unwrap();
+    let y = model.forward(&other, &places, &padding).unwrap();
     case.check_where("last_hidden_state", &y, |b, i| i < lengths[b]);
-    assert!(model.forward(&ids.mapv(|id| id + 64), &lengths).is_err());
+    assert!(model.forward(&ids.mapv(|id| id + 64), &places, &padding).is_err());
+
+    // Nor is there a difference without it, in one batch entry of all tokens.
+    let kept = |from: &Array2<usize>| {
+        let kept: Vec<usize> = from.indexed_iter().filter(|((b, i), _)| *i < lengths[*b]).map(|(_, &x)| x).collect();
+        Array2::from_shape_vec((1, kept.len()), kept).unwrap()
+    };
+    let packed = model.forward(&kept(&ids), &kept(&places), &Mask::segments(&lengths)).unwrap();
+    let mut z = x.clone();
+    let mut start = 0;
+    for (b, &length) in lengths.iter().enumerate() {
+        z.slice_mut(s![b, ..length, ..]).assign(&packed.slice(s![0, start..start + length, ..]));
+        start += length;
+    }
+    case.check("last_hidden_state", &z);
 }
 
 /// Tokens that follow with a cache are those that follow without.

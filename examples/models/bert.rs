@@ -1,9 +1,10 @@
 //! BERT (Devlin et al. 2018, <https://arxiv.org/abs/1810.04805>): an encoder with learned positions and norms after each
-//! part; padding is hidden from all tokens.
+//! part.
 
-use multihead::Mask;
 use multihead::block::{Block, Call, Norm, Norms, Stack};
+use multihead::io::Layout;
 use multihead::ndarray::{Array2, Array3};
+use multihead::{Mask, MultiHeadAttention};
 
 use crate::checkpoint::{Checkpoint, Fault, embed};
 
@@ -13,19 +14,18 @@ pub(crate) struct Bert {
     /// `[positions, d_model]`, with the row of the first kind of token added.
     positions: Array2<f32>,
     norm: Norm<f32>,
-    encoder: Stack<f32>,
+    pub(crate) encoder: Stack<f32>,
 }
 
 impl Bert {
     pub(crate) fn load(file: &Checkpoint<'_>) -> Result<Self, Fault> {
         let eps = file.number("layer_norm_eps")?;
-        let num_heads = file.size("num_attention_heads")?;
+        let (d_model, num_heads) = (file.size("hidden_size")?, file.size("num_attention_heads")?);
         let activation = file.activation("hidden_act")?;
         let block = |i: usize| -> Result<Block<f32>, Fault> {
             let name = |part: &str| format!("encoder.layer.{i}.{part}");
-            let parts =
-                ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"];
-            let attention = file.attention(num_heads, parts.map(name), |builder| builder)?;
+            let builder = MultiHeadAttention::builder(d_model, num_heads);
+            let attention = file.attention(builder, &Layout::bert(&name("attention")))?;
             let feed_forward = file.feed_forward(["intermediate.dense", "output.dense"].map(name), activation)?;
             let norms = Norms::Post {
                 attention: file.layer_norm(&name("attention.output.LayerNorm"), eps)?,
@@ -44,13 +44,22 @@ impl Bert {
         })
     }
 
-    /// `ids: [batch, len]`, `lengths: [batch]`: how many of the tokens are no padding. The result is
-    /// `[batch, len, d_model]`; what stands at padding means nothing.
-    pub(crate) fn forward(&self, ids: &Array2<usize>, lengths: &[usize]) -> Result<Array3<f32>, Fault> {
-        let (batch, len) = ids.dim();
-        let places = Array2::from_shape_fn((batch, len), |(_, i)| i);
-        let x = embed(&self.words, ids)? + embed(&self.positions, &places)?;
-        let padding = Mask::key_lengths(lengths);
-        Ok(self.encoder.forward(&self.norm.forward(&x)?, &Call::new().mask(&padding))?)
+    /// `ids: [batch, len]`, where each token stands in its sequence, and who sees whom: padding is hidden by
+    /// `Mask::key_lengths`, and sequences that are packed one after the other are told apart by `Mask::segments`. The result
+    /// is `[batch, len, d_model]`; what stands at padding means nothing.
+    pub(crate) fn forward(
+        &self,
+        ids: &Array2<usize>,
+        places: &Array2<usize>,
+        mask: &Mask,
+    ) -> Result<Array3<f32>, Fault> {
+        Ok(self.encoder.forward(&self.embed(ids, places)?, &Call::new().mask(mask))?)
+    }
+
+    /// What the encoder receives, `[batch, len, d_model]`.
+    pub(crate) fn embed(&self, ids: &Array2<usize>, places: &Array2<usize>) -> Result<Array3<f32>, Fault> {
+        let mut x = embed(&self.words, ids)?;
+        x += &embed(&self.positions, places)?;
+        Ok(self.norm.forward(&x)?)
     }
 }

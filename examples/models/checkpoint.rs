@@ -1,11 +1,9 @@
 //! A checkpoint as its models read it: tensors by name, numbers of the configuration, and the parts that most models share.
 
 use multihead::block::{Activation, FeedForward, FeedForwardWeights, Norm};
-use multihead::io::Tensors;
-use multihead::ndarray::{
-    Array, Array1, Array2, Array3, ArrayRef2, ArrayRef3, ArrayView1, Axis, Dimension, Ix1, Ix2, s,
-};
-use multihead::{Builder, MultiHeadAttention, Weights};
+use multihead::io::{Layout, Tensors};
+use multihead::ndarray::{Array, Array1, Array2, Array3, ArrayRef2, ArrayRef3, ArrayView1, Axis, Dimension, Ix1, s};
+use multihead::{Builder, MultiHeadAttention};
 use serde_json::Value;
 
 pub(crate) type Fault = Box<dyn std::error::Error>;
@@ -43,9 +41,10 @@ impl<'a> Checkpoint<'a> {
         if self.has(name) { self.tensor(name).map(Some) } else { Ok(None) }
     }
 
-    /// A matrix that is stored `[out, in]`, as `[in, out]`: turning the axes round costs nothing.
+    /// A matrix that is stored `[out, in]`, as `[in, out]`; products read its rows faster where they lie in one piece.
     pub(crate) fn linear(&self, name: &str) -> Result<Array2<f32>, Fault> {
-        Ok(self.tensor::<Ix2>(&format!("{name}.weight"))?.reversed_axes())
+        let stored: Array2<f32> = self.tensor(&format!("{name}.weight"))?;
+        Ok(stored.reversed_axes().as_standard_layout().into_owned())
     }
 
     pub(crate) fn bias(&self, name: &str) -> Result<Option<Array1<f32>>, Fault> {
@@ -89,23 +88,9 @@ impl<'a> Checkpoint<'a> {
         Ok(Norm::rms(self.tensor(&format!("{name}.weight"))?, eps)?)
     }
 
-    /// Four matrices `[out, in]` with the biases that are there.
-    pub(crate) fn weights(&self, [q, k, v, o]: [String; 4]) -> Result<Weights<f32>, Fault> {
-        let weights = Weights::new(self.linear(&q)?, self.linear(&k)?, self.linear(&v)?, self.linear(&o)?);
-        let [b_q, b_k] = [self.bias(&q)?, self.bias(&k)?];
-        Ok(Weights { b_q, b_k, b_v: self.bias(&v)?, b_o: self.bias(&o)?, ..weights })
-    }
-
-    /// Attention of four matrices `[out, in]`.
-    pub(crate) fn attention(
-        &self,
-        num_heads: usize,
-        names: [String; 4],
-        rules: impl FnOnce(Builder<f32>) -> Builder<f32>,
-    ) -> Result<MultiHeadAttention<f32>, Fault> {
-        let weights = self.weights(names)?;
-        let builder = MultiHeadAttention::builder(weights.w_q.nrows(), num_heads);
-        Ok(rules(builder).from_weights(weights)?)
+    /// Attention of the builder's sizes, from where the layout says that its tensors are.
+    pub(crate) fn attention(&self, builder: Builder<f32>, layout: &Layout) -> Result<MultiHeadAttention<f32>, Fault> {
+        Ok(builder.load(&self.tensors, layout)?)
     }
 
     /// Two matrices `[out, in]` with the biases that are there.

@@ -2,7 +2,9 @@
 //! whose tokens begin as zeros and are told apart by learned queries. Positions are added to queries and keys, not to
 //! values. The convolutions that make the features stay outside.
 
+use multihead::MultiHeadAttention;
 use multihead::block::{Block, Call, Norms, Stack};
+use multihead::io::Layout;
 use multihead::ndarray::{Array2, Array3, ArrayRef3};
 
 use crate::checkpoint::{Checkpoint, Fault};
@@ -46,13 +48,13 @@ impl Detr {
 
 /// All blocks of the encoder or the decoder.
 fn blocks(file: &Checkpoint<'_>, stack: &str) -> Result<Vec<Block<f32>>, Fault> {
-    let num_heads = file.size(&format!("{stack}_attention_heads"))?;
+    let (d_model, num_heads) = (file.size("d_model")?, file.size(&format!("{stack}_attention_heads"))?);
     let activation = file.activation("activation_function")?;
     let block = |i: usize| -> Result<Block<f32>, Fault> {
         let name = |part: &str| format!("{stack}.layers.{i}.{part}");
         let attention = |module: &str| {
-            let parts = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|part| name(&format!("{module}.{part}")));
-            file.attention(num_heads, parts, |builder| builder)
+            let builder = MultiHeadAttention::builder(d_model, num_heads);
+            file.attention(builder, &Layout::detr(&name(module)))
         };
         let norms = Norms::Post {
             attention: file.layer_norm(&name("self_attn_layer_norm"), EPS)?,

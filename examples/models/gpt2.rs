@@ -2,8 +2,9 @@
 //! `[in, out]`, and those of queries, keys and values lie side by side.
 
 use multihead::block::{Block, Call, FeedForward, FeedForwardWeights, Norms, Stack};
-use multihead::ndarray::{Array1, Array2, Array3, s};
-use multihead::{Mask, MultiHeadAttention, Weights};
+use multihead::io::Layout;
+use multihead::ndarray::{Array2, Array3};
+use multihead::{Mask, MultiHeadAttention};
 
 use crate::checkpoint::{Checkpoint, Fault, embed, greedy, last_logits, product};
 
@@ -23,7 +24,8 @@ impl Gpt2 {
         let activation = file.activation("activation_function")?;
         let block = |i: usize| -> Result<Block<f32>, Fault> {
             let name = |part: &str| format!("{root}h.{i}.{part}");
-            let attention = attention(file, &name("attn"), num_heads)?;
+            let builder = MultiHeadAttention::builder(file.size("n_embd")?, num_heads);
+            let attention = file.attention(builder, &Layout::gpt2(&name("attn")))?;
             let weights = FeedForwardWeights {
                 b_in: file.bias(&name("mlp.c_fc"))?,
                 b_out: file.bias(&name("mlp.c_proj"))?,
@@ -67,20 +69,4 @@ impl Gpt2 {
         let places = Array2::from_shape_fn(ids.dim(), |(_, i)| position + i);
         Ok(embed(&self.words, ids)? + embed(&self.positions, &places)?)
     }
-}
-
-/// `c_attn: [d_model, 3 d_model]`, `c_proj: [d_model, d_model]`.
-fn attention(file: &Checkpoint<'_>, name: &str, num_heads: usize) -> Result<MultiHeadAttention<f32>, Fault> {
-    let fused: Array2<f32> = file.tensor(&format!("{name}.c_attn.weight"))?;
-    let bias: Array1<f32> = file.tensor(&format!("{name}.c_attn.bias"))?;
-    let d_model = fused.nrows();
-    if fused.ncols() != 3 * d_model || bias.len() != 3 * d_model {
-        return Err(format!("{name}.c_attn: expected three matrices, got {:?}", fused.dim()).into());
-    }
-    let third = |i: usize| i * d_model..(i + 1) * d_model;
-    let [w_q, w_k, w_v] = [0, 1, 2].map(|i| fused.slice(s![.., third(i)]).to_owned());
-    let [b_q, b_k, b_v] = [0, 1, 2].map(|i| Some(bias.slice(s![third(i)]).to_owned()));
-    let weights = Weights::new(w_q, w_k, w_v, file.tensor(&format!("{name}.c_proj.weight"))?);
-    let weights = Weights { b_q, b_k, b_v, b_o: file.bias(&format!("{name}.c_proj"))?, ..weights };
-    Ok(MultiHeadAttention::builder(d_model, num_heads).from_weights(weights)?)
 }

@@ -3,9 +3,10 @@
 //! window) and Qwen 3 (norms of query and key heads).
 
 use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norms, Stack};
+use multihead::io::Layout;
 use multihead::ndarray::{Array2, Array3};
 use multihead::position::Llama3;
-use multihead::{Mask, MultiHeadAttention, Rope, RopeScaling, RopeStyle, Weights};
+use multihead::{Mask, MultiHeadAttention, Rope, RopeScaling, RopeStyle};
 use serde_json::Value;
 
 use crate::checkpoint::{Checkpoint, Fault, embed, greedy, last_logits, product};
@@ -65,19 +66,14 @@ impl Llama {
 }
 
 fn attention(file: &Checkpoint<'_>, name: &str, eps: f64) -> Result<MultiHeadAttention<f32>, Fault> {
-    let name = |part: &str| format!("{name}.{part}");
-    let weights = Weights {
-        q_norm: file.optional(&name("q_norm.weight"))?,
-        k_norm: file.optional(&name("k_norm.weight"))?,
-        ..file.weights(["q_proj", "k_proj", "v_proj", "o_proj"].map(name))?
-    };
-    let (d_model, num_heads) = (weights.w_q.nrows(), file.size("num_attention_heads")?);
+    let (d_model, num_heads) = (file.size("hidden_size")?, file.size("num_attention_heads")?);
     let builder = MultiHeadAttention::builder(d_model, num_heads)
         .num_kv_heads(file.size("num_key_value_heads")?)
         .head_dim(file.size("head_dim").unwrap_or(d_model / num_heads.max(1)))
-        .qk_norm(eps)
         .rope(rope(file)?);
-    Ok(builder.from_weights(weights)?)
+    // Qwen 3 has norms of query and key heads, its relatives have none.
+    let builder = if file.has(&format!("{name}.q_norm.weight")) { builder.qk_norm(eps) } else { builder };
+    file.attention(builder, &Layout::llama(name))
 }
 
 /// Newer configurations keep all numbers in one place, older ones in two.

@@ -16,6 +16,7 @@ mod transformer;
 mod vit;
 
 use checkpoint::{Checkpoint, Fault};
+use multihead::Mask;
 use multihead::ndarray::{Array2, ArrayRef3, Ix3, Ix4, s};
 use std::path::Path;
 
@@ -34,7 +35,10 @@ fn main() -> Result<(), Fault> {
     let config = std::fs::read_to_string(Path::new(&path).with_file_name("config.json")).ok();
     let file = Checkpoint::new(&bytes, config.as_deref())?;
     match file.family() {
-        Some("bert") => show(&bert::Bert::load(&file)?.forward(&tokens, &[tokens.len()])?),
+        Some("bert") => {
+            let places = Array2::from_shape_fn(tokens.dim(), |(_, i)| i);
+            show(&bert::Bert::load(&file)?.forward(&tokens, &places, &Mask::none())?);
+        }
         Some("gpt2") => {
             let model = gpt2::Gpt2::load(&file)?;
             let tokens = model.generate(&tokens, COUNT)?;

@@ -2,9 +2,10 @@
 //! bias, which all layers of a stack share; RMSNorm before each part, and no scale in attention.
 
 use multihead::block::{Block, Call, FeedForward, FeedForwardWeights, Norms, Stack};
+use multihead::io::Layout;
 use multihead::ndarray::{Array2, Array3};
 use multihead::position::Buckets;
-use multihead::{Mask, MultiHeadAttention, Weights};
+use multihead::{Mask, MultiHeadAttention};
 use serde_json::Value;
 
 use crate::checkpoint::{Checkpoint, Fault, embed, greedy, last_logits, product};
@@ -64,8 +65,7 @@ impl T5 {
 
 fn stack(file: &Checkpoint<'_>, stack: &str, layers: usize, buckets: Buckets) -> Result<Stack<f32>, Fault> {
     let eps = file.number("layer_norm_epsilon")?;
-    let table: Array2<f32> =
-        file.tensor(&format!("{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"))?;
+    let table = format!("{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight");
     let block = |i: usize| -> Result<Block<f32>, Fault> {
         let name = |part: &str| format!("{stack}.block.{i}.layer.{part}");
         let cross = file.has(&name("1.EncDecAttention.q.weight"));
@@ -86,20 +86,19 @@ fn stack(file: &Checkpoint<'_>, stack: &str, layers: usize, buckets: Buckets) ->
     Ok(Stack::new(blocks, Some(file.rms_norm(&format!("{stack}.final_layer_norm"), eps)?))?)
 }
 
+/// Without a scale; with the table of the stack's first layer where there are distances.
 fn attention(
     file: &Checkpoint<'_>,
     name: &str,
-    distances: Option<(Buckets, &Array2<f32>)>,
+    distances: Option<(Buckets, &str)>,
 ) -> Result<MultiHeadAttention<f32>, Fault> {
-    let weights = file.weights(["q", "k", "v", "o"].map(|part| format!("{name}.{part}")))?;
-    let builder = MultiHeadAttention::builder(weights.w_q.nrows(), file.size("num_heads")?)
+    let builder = MultiHeadAttention::builder(file.size("d_model")?, file.size("num_heads")?)
         .head_dim(file.size("d_kv")?)
         .scale(1.0);
     match distances {
-        None => Ok(builder.from_weights(weights)?),
+        None => file.attention(builder, &Layout::t5(name)),
         Some((buckets, table)) => {
-            let weights = Weights { relative_bias: Some(table.clone()), ..weights };
-            Ok(builder.relative_bias(buckets).from_weights(weights)?)
+            file.attention(builder.relative_bias(buckets), &Layout::t5(name).relative_bias(table))
         }
     }
 }

@@ -2,8 +2,9 @@
 //! norms after each part and at the end of each stack, ReLU, a causal mask on the targets. Words become vectors outside.
 
 use multihead::block::{Activation, Block, Call, Norms, Stack};
-use multihead::ndarray::{Array1, Array2, Array3, ArrayRef3, s};
-use multihead::{Mask, MultiHeadAttention, Weights};
+use multihead::io::Layout;
+use multihead::ndarray::{Array3, ArrayRef3};
+use multihead::{Mask, MultiHeadAttention};
 
 use crate::checkpoint::{Checkpoint, Fault};
 
@@ -41,36 +42,20 @@ fn stack(file: &Checkpoint<'_>, stack: &str, num_heads: usize) -> Result<Stack<f
     let norm = |name: &str| file.layer_norm(name, EPS);
     let block = |i: usize| -> Result<Block<f32>, Fault> {
         let name = |part: &str| format!("{stack}.layers.{i}.{part}");
+        let first = norm(&name("norm1"))?;
+        let builder = || MultiHeadAttention::builder(first.d_model(), num_heads);
+        let attention = |module: &str| file.attention(builder(), &Layout::torch(&name(module)));
         let cross = file.has(&name("multihead_attn.in_proj_weight"));
-        let norms = Norms::Post {
-            attention: norm(&name("norm1"))?,
-            feed_forward: norm(&name(if cross { "norm3" } else { "norm2" }))?,
-        };
+        let norms =
+            Norms::Post { attention: first.clone(), feed_forward: norm(&name(if cross { "norm3" } else { "norm2" }))? };
         let feed_forward = file.feed_forward(["linear1", "linear2"].map(name), Activation::Relu)?;
-        let block = Block::new(attention(file, &name("self_attn"), num_heads)?, feed_forward, norms)?;
+        let block = Block::new(attention("self_attn")?, feed_forward, norms)?;
         match cross {
-            true => Ok(block.cross(attention(file, &name("multihead_attn"), num_heads)?, norm(&name("norm2"))?)?),
+            true => Ok(block.cross(attention("multihead_attn")?, norm(&name("norm2"))?)?),
             false => Ok(block),
         }
     };
     let count = file.count(|i| format!("{stack}.layers.{i}.norm1.weight"));
     let blocks = (0..count).map(block).collect::<Result<_, _>>()?;
     Ok(Stack::new(blocks, Some(norm(&format!("{stack}.norm"))?))?)
-}
-
-/// `in_proj_weight: [3 d_model, d_model]`: the rows of queries, keys and values one block after the other.
-fn attention(file: &Checkpoint<'_>, name: &str, num_heads: usize) -> Result<MultiHeadAttention<f32>, Fault> {
-    let fused: Array2<f32> = file.tensor(&format!("{name}.in_proj_weight"))?;
-    let bias: Array1<f32> = file.tensor(&format!("{name}.in_proj_bias"))?;
-    let d_model = fused.ncols();
-    if fused.nrows() != 3 * d_model || bias.len() != 3 * d_model {
-        return Err(format!("{name}.in_proj_weight: expected three matrices, got {:?}", fused.dim()).into());
-    }
-    let third = |i: usize| i * d_model..(i + 1) * d_model;
-    let [w_q, w_k, w_v] = [0, 1, 2].map(|i| fused.slice(s![third(i), ..]).to_owned().reversed_axes());
-    let [b_q, b_k, b_v] = [0, 1, 2].map(|i| Some(bias.slice(s![third(i)]).to_owned()));
-    let out = format!("{name}.out_proj");
-    let weights = Weights::new(w_q, w_k, w_v, file.linear(&out)?);
-    let weights = Weights { b_q, b_k, b_v, b_o: file.bias(&out)?, ..weights };
-    Ok(MultiHeadAttention::builder(d_model, num_heads).from_weights(weights)?)
 }

@@ -1,7 +1,9 @@
 //! ViT (Dosovitskiy et al. 2020, <https://arxiv.org/abs/2010.11929>): the patches of an image are the tokens of an encoder,
 //! and one token more stands for the whole image.
 
+use multihead::MultiHeadAttention;
 use multihead::block::{Block, Call, Norms, Stack};
+use multihead::io::Layout;
 use multihead::ndarray::{Array1, Array2, Array3, Array4, ArrayRef4, s};
 
 use crate::checkpoint::{Checkpoint, Fault, product};
@@ -24,12 +26,12 @@ impl Vit {
         let (num_heads, activation) = (file.size("num_attention_heads")?, file.activation("hidden_act")?);
         let block = |i: usize| -> Result<Block<f32>, Fault> {
             let name = |part: &str| format!("layers.{i}.{part}");
-            let parts = ["q_proj", "k_proj", "v_proj", "o_proj"].map(|part| name(&format!("attention.{part}")));
             let norms = Norms::Pre {
                 attention: file.layer_norm(&name("layernorm_before"), eps)?,
                 feed_forward: file.layer_norm(&name("layernorm_after"), eps)?,
             };
-            let attention = file.attention(num_heads, parts, |builder| builder)?;
+            let builder = MultiHeadAttention::builder(file.size("hidden_size")?, num_heads);
+            let attention = file.attention(builder, &Layout::vit(&name("attention")))?;
             Ok(Block::new(attention, file.feed_forward(["mlp.fc1", "mlp.fc2"].map(name), activation)?, norms)?)
         };
         let blocks = (0..file.size("num_hidden_layers")?).map(block).collect::<Result<_, _>>()?;
