@@ -1,10 +1,23 @@
 //! What do heads do, and what does their number change?
 //!
-//! Run with `cargo run --release --features safetensors --example heads`.
+//! Run with `cargo run --release --features safetensors --example heads [FOLDER]`.
 //!
 //! Takes the last attention layer of all-MiniLM-L6-v2 and what it receives for one sentence, says in numbers what each of
 //! its 12 heads does and how much the output owes to it, and takes the least important heads out. Then cuts one width
 //! into 1 to 32 heads: the cost stays the same, and there are more patterns to see.
+//!
+//! With the folder of the whole model (`config.json`, `tokenizer.json`, `model.safetensors`) it names, among the heads of
+//! all layers, those that look at the token before, from a pronoun at what it stands for and from a verb at its object.
+
+#[path = "../models/bert.rs"]
+#[expect(dead_code, reason = "the layers are run one by one")]
+mod bert;
+#[path = "../models/checkpoint.rs"]
+#[expect(dead_code, reason = "the other models read the rest of it")]
+mod checkpoint;
+mod layers;
+#[path = "../sentence_embeddings/wordpiece.rs"]
+mod wordpiece;
 
 use multihead::inspect::{HeadStatistics, Tokens, head_importance};
 use multihead::io::{Layout, Tensors};
@@ -19,7 +32,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let bytes = std::fs::read(MODEL)?;
     let tensors = Tensors::from_bytes(&bytes)?;
     let tokens: Vec<String> = serde_json::from_str(tensors.metadata("tokens").ok_or("the file names no tokens")?)?;
-    println!("\"{}\"\n", tensors.metadata("sentence").unwrap_or_default());
+    let sentence = tensors.metadata("sentence").unwrap_or_default();
+    println!("\"{sentence}\"\n");
+    if let Some(folder) = std::env::args().nth(1) {
+        layers::name_heads(folder.as_ref(), sentence, &tokens)?;
+    }
 
     let x: Array3<f32> = tensors.get("hidden_states")?;
     // The layer alone, so its tensors have short names.
