@@ -1,7 +1,7 @@
 //! One vector of length 1 for each sentence: BERT, the mean of its tokens, and that divided by its length.
 
 use multihead::Mask;
-use multihead::ndarray::{Array2, Array3, Axis, s};
+use multihead::ndarray::{Array1, Array2, Array3, Axis, s};
 use std::path::Path;
 
 use crate::bert::Bert;
@@ -42,7 +42,7 @@ fn mean_tokens(x: &Array3<f32>, lengths: &[usize]) -> Result<Array2<f32>, Fault>
     let mut means = Array2::zeros((lengths.len(), x.len_of(Axis(2))));
     let mut start = 0;
     for (mut mean, &length) in means.outer_iter_mut().zip(lengths) {
-        let sum = x.slice(s![0, start..start + length, ..]).sum_axis(Axis(0));
+        let sum: Array1<f32> = x.slice(s![0, start..start + length, ..]).sum_axis(Axis(0));
         let norm = sum.dot(&sum).sqrt();
         if norm == 0.0 {
             return Err("expected sentences of at least one token".into());
