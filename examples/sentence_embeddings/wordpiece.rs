@@ -129,9 +129,9 @@ impl WordPiece {
         let before = ids.len();
         let mut start = if word.chars().count() > self.longest_word { None } else { Some(0) };
         while let Some(from) = start.filter(|&from| from < word.len()) {
-            let ends = word[from..].char_indices().map(|(at, c)| from + at + c.len_utf8()).rev();
+            let mut ends = word[from..].char_indices().map(|(at, c)| from + at + c.len_utf8()).rev();
             let prefix = if from == 0 { "" } else { &self.prefix };
-            let piece = ends.into_iter().find_map(|end| {
+            let piece = ends.find_map(|end| {
                 let id = self.vocabulary.get(&format!("{prefix}{}", &word[from..end]))?;
                 Some((end, *id))
             });
