@@ -430,13 +430,16 @@ impl<T: Element> Backward<'_, '_, T> {
         seen
     }
 
-    /// `d_v += p^T d_context` and `d_k += d^T q`, six keys at a time.
+    /// `d_v += p^T d_context` and `d_k += d^T q`, up to six keys at a time.
     fn to_keys(&self, rows: usize, offset: usize, seen: &Seen, block: &mut Keys<'_, T>, queries: &Queries<'_, T>) {
         let [k_width, v_width] = self.size.widths();
         let end =
             (0..KEYS / PANEL).rfind(|&panel| !seen.groups[panel].is_empty()).map_or(0, |panel| (panel + 1) * PANEL);
-        for first in (0..end).step_by(MAX_ROWS) {
-            let strip = first..end.min(first + MAX_ROWS);
+        // Strips of nearly the same height: of 64 keys, four would be left, too few to keep the multipliers busy.
+        let strips = end.div_ceil(MAX_ROWS);
+        for strip in 0..strips {
+            let strip = end * strip / strips..end * (strip + 1) / strips;
+            let first = strip.start;
             let groups = hull(&seen.groups[first / PANEL], &seen.groups[(strip.end - 1) / PANEL]);
             let seeing = groups.start * MAX_ROWS..rows.min(groups.end * MAX_ROWS);
             if seeing.is_empty() {
