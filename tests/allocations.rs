@@ -51,7 +51,9 @@ fn peak(f: impl FnOnce()) -> usize {
 #[test]
 fn the_counter_counts() {
     let _turn = TURN.lock();
-    assert!((MIB..2 * MIB).contains(&peak(|| drop(std::hint::black_box(vec![1u8; MIB])))));
+    // Threads of the test harness may free a few bytes meanwhile.
+    let bytes = peak(|| drop(std::hint::black_box(vec![1u8; 4 * MIB])));
+    assert!((3 * MIB..5 * MIB).contains(&bytes), "{bytes}");
 }
 
 #[test]
