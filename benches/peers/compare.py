@@ -186,6 +186,7 @@ def run_example(row, args):
         found, done = None, error
     if found:
         record["mib"] = float(found[1])
+        ours["call"] += f", {found[1]} MiB"
         ours["samples"].append((time.perf_counter() - start) * 1e3)
     else:
         ours |= {"error": f"{name}: {getattr(done, 'stderr', '') or done}", "unsupported": False}
