@@ -18,9 +18,14 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 CHUNK = 1 << 22
 
 COMMON_KEYS = {"op", "pass", "batch", "heads", "kv_heads", "causal", "dtype",
-               "threads", "rounds", "mask", "bias"}
-ATTENTION_KEYS = COMMON_KEYS | {"q_len", "kv_len", "head_dim", "value_dim"}
+               "threads", "rounds", "mask", "bias", "dropout"}
+ATTENTION_KEYS = COMMON_KEYS | {"q_len", "kv_len", "head_dim", "value_dim", "bias_gradient",
+                                "cache", "kv_lens"}
 LAYER_KEYS = COMMON_KEYS | {"len", "d_model"}
+
+# Work of forward and backward over that of forward, for attention and for projections: backward computes
+# the scores again and has four products more, and a projection has two more.
+BACKWARD = (3.5, 3.0)
 
 
 class Unsupported(Exception):
@@ -64,15 +69,28 @@ def check_keys(case):
     unknown = sorted(set(case) - known)
     if unknown:
         raise ValueError(f"unknown key {unknown[0]}")
-    if case.get("pass", "forward") != "forward":
+    if pass_of(case) not in ("forward", "forward_backward", "decode"):
         raise Unsupported(f"pass {case['pass']}")
+    if pass_of(case) != "forward_backward" and (case.get("dropout") or case.get("bias_gradient")):
+        raise ValueError("dropout and bias_gradient: only in a pass of forward_backward")
+    if pass_of(case) != "decode" and (case.get("cache") or case.get("kv_lens")):
+        raise ValueError("cache and kv_lens: only in a pass of decode")
+
+
+def pass_of(case):
+    return case.get("pass", "forward")
 
 
 def lengths(case):
     """(q_len, kv_len) of an attention case or of a layer's self-attention."""
     if case["op"] == "layer":
         return case["len"], case["len"]
-    return case["q_len"], case["kv_len"]
+    return case["q_len"], max(entry_lengths(case))
+
+
+def entry_lengths(case):
+    """The keys of each batch entry, the new queries' own among them."""
+    return case.get("kv_lens") or [case["kv_len"]] * case["batch"]
 
 
 def head_dims(case):
@@ -155,21 +173,28 @@ def bias_array(case):
 
 
 def visible_pairs(case):
-    """The (query, key) pairs of one head that take part."""
+    """The (query, key) pairs of one head that take part, over all batch entries."""
     q_len, kv_len = lengths(case)
+    if case.get("kv_lens"):
+        causal = bool(case.get("causal"))
+        return sum(int(np.tri(q_len, n, n - q_len).sum()) if causal else q_len * n
+                   for n in entry_lengths(case))
     keep = keep_mask(case)
     if case.get("causal"):
         causal = causal_mask(case)
-        return int((causal if keep is None else causal & keep).sum())
-    return q_len * kv_len if keep is None else int(keep.sum())
+        pairs = int((causal if keep is None else causal & keep).sum())
+    else:
+        pairs = q_len * kv_len if keep is None else int(keep.sum())
+    return pairs * case["batch"]
 
 
 def flop(case):
     """Useful FLOPs: masked pairs and the upper triangle of a causal case count nothing."""
     head_dim, value_dim = head_dims(case)
-    total = 2 * case["heads"] * visible_pairs(case) * (head_dim + value_dim)
+    of_attention, of_projections = BACKWARD if pass_of(case) == "forward_backward" else (1, 1)
+    total = of_attention * 2 * case["heads"] * visible_pairs(case) * (head_dim + value_dim)
     if case["op"] == "layer":
         d_model = case["d_model"]
-        width = case["heads"] * (head_dim + value_dim) + case["kv_heads"] * (head_dim + value_dim)
-        total += 2 * case["len"] * d_model * width
-    return total * case["batch"]
+        width = (case["heads"] + case["kv_heads"]) * (head_dim + value_dim)
+        total += of_projections * 2 * case["batch"] * case["len"] * d_model * width
+    return total

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the table side by side with other systems, interleaved round by round, and prints it in Markdown.
+"""Runs tables side by side with other systems, interleaved round by round, and prints them in Markdown.
 
 Every system is a process that answers JSON lines (see worker.py), kept alive for the whole run. For each row
 every system is asked once to warm up, and its checksum is compared with ours. Then, in every round, each
@@ -11,20 +11,21 @@ our runs.
 import argparse
 import json
 import math
+import os
 import pathlib
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 
 import report
 from process import Failed, Worker
-from table import OUR_KEYS, SYSTEMS, TABLES
+from table import OUR_KEYS, SYSTEMS, TABLES, TOLERANCE
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TOLERANCE = 1e-4
 TURN_MS = 40.0
 MAX_RUNS = 20
 SLOW_MS = 2000.0
@@ -53,7 +54,7 @@ class Fleet:
         self.commands, self.timeout, self.workers = commands(args), args.timeout, {}
 
     def worker(self, role, threads):
-        """`ours-unmasked` is a second process of ours, so that neither loses its inputs to the other."""
+        """`ours-versus` is a second process of ours, so that neither loses its inputs to the other."""
         if (role, threads) not in self.workers:
             command = self.commands["ours" if role.startswith("ours") else role]
             self.workers[role, threads] = Worker(command, threads, self.timeout)
@@ -77,8 +78,8 @@ class Fleet:
 class Entry:
     """One system in one row: its request, the answers so far."""
 
-    def __init__(self, worker, case, is_ours):
-        self.worker, self.is_ours = worker, is_ours
+    def __init__(self, worker, case, is_ours=False, tolerance=TOLERANCE):
+        self.worker, self.is_ours, self.tolerance = worker, is_ours, tolerance
         self.case = case if is_ours else {k: v for k, v in case.items() if k not in OUR_KEYS}
         self.first, self.failure = None, None
         self.samples, self.fractions, self.runs, self.drifted = [], [], 1, False
@@ -106,8 +107,10 @@ class Entry:
         if answer is None:
             return False
         self.samples.append(answer["median_ms"])
-        self.drifted |= differs(answer, self.first)
-        if answer.get("peak_gflops"):
+        self.drifted |= self.tolerance is not None and differs(answer, self.first, self.tolerance)
+        if "fraction_of_roofline" in answer:
+            self.fractions.append(answer["fraction_of_roofline"])
+        elif answer.get("peak_gflops"):
             self.fractions.append(answer["gflops"] / answer["peak_gflops"])
         return True
 
@@ -120,24 +123,26 @@ class Entry:
         return result
 
 
-def differs(theirs, ours):
+def differs(theirs, ours, tolerance):
     """Whether the checksums are too far apart."""
-    scale = TOLERANCE * abs(ours["sum_abs"])
+    scale = tolerance * abs(ours["sum_abs"])
     gaps = [abs(theirs[key] - ours[key]) for key in ("sum", "sum_abs")]
     return not all(gap <= scale for gap in gaps)
 
 
 def entries_of(row, fleet, systems):
-    case = row["case"]
+    case, tolerance = row["case"], row["tolerance"]
     threads = case["threads"]
-    entries = {"ours": Entry(fleet.worker("ours", threads), case, True)}
+    entries = {"ours": Entry(fleet.worker("ours", threads), case, is_ours=True)}
     if row["versus"]:
-        versus = {**row["versus"], "threads": threads}
-        entries["ours-unmasked"] = Entry(fleet.worker("ours-unmasked", threads), versus, True)
+        versus = {**row["versus"][1], "threads": threads}
+        entries["ours-versus"] = Entry(fleet.worker("ours-versus", threads), versus, is_ours=True)
+    # What PyTorch lets a caller do by hand concerns layers and groups of heads over a cache.
+    by_hand = case["op"] == "layer" or case.get("pass") == "decode"
     for system in systems:
-        if system == "ours" or row["ours_only"] or (system == "torch-fn" and case["op"] != "layer"):
+        if system == "ours" or row["ours_only"] or (system == "torch-fn" and not by_hand):
             continue
-        entries[system] = Entry(fleet.worker(system, threads), case, False)
+        entries[system] = Entry(fleet.worker(system, threads), case, tolerance=tolerance)
     return entries
 
 
@@ -154,15 +159,39 @@ def measure(row, fleet, systems, args):
         for entry in order[turn:] + order[:turn]:
             if entry.sample(number):
                 time.sleep(args.pause_ms / 1e3)
-    record = {"name": row["name"], "case": row["case"], "need": row["need"],
+    record = {"name": row["name"], "case": row["case"], "need": row["need"], "versus": row["versus"],
               "systems": {name: entry.summary() for name, entry in entries.items()}}
     ours = entries["ours"]
-    if ours.fractions:
-        record["fraction"] = statistics.median(ours.fractions)
-    record["flop"] = ours.first["flop"] if ours.first else 0
     if ours.first is not None:
+        over_a_cache = "fraction_of_roofline" in ours.first
+        if ours.fractions:
+            record["roofline" if over_a_cache else "fraction"] = statistics.median(ours.fractions)
+        record |= {key: ours.first[key] for key in ("flop", "bytes") if key in ours.first}
         check(record, entries)
     return record
+
+
+def run_example(row, args):
+    """Runs an example of ours that prints its peak memory; it lies beside the instrument."""
+    name, *rest = row["command"]
+    command = [str(pathlib.Path(shlex.split(args.ours)[0]).with_name(name)), *rest]
+    record = {"name": row["name"], "case": {"command": row["command"]}, "need": row["need"], "versus": None}
+    ours = {"call": " ".join(row["command"]), "samples": []}
+    start = time.perf_counter()
+    try:
+        env = {**os.environ, "RAYON_NUM_THREADS": str(args.threads or 2)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=env)
+        found = re.search(r"peak memory beyond .*: ([0-9.]+) MiB", done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found, done = None, error
+    if found:
+        record["mib"] = float(found[1])
+        ours["call"] += f", {found[1]} MiB"
+        ours["samples"].append((time.perf_counter() - start) * 1e3)
+    else:
+        ours |= {"error": f"{name}: {getattr(done, 'stderr', '') or done}", "unsupported": False}
+        say(f"!! {row['name']}: {ours['error']}; build it with: cargo build --release --example {name}")
+    return {**record, "systems": {"ours": ours}}
 
 
 def check(record, entries):
@@ -174,7 +203,7 @@ def check(record, entries):
             say(f"!! {record['name']}: {name} gave another result in a later round")
         if name.startswith("ours") or entry.first is None:
             continue
-        if differs(entry.first, ours):
+        if entry.tolerance is not None and differs(entry.first, ours, entry.tolerance):
             record["systems"][name]["mismatch"] = True
             say("!" * 78)
             say(f"!! {record['name']}: {name} computes something else; its ratio is void")
@@ -198,11 +227,12 @@ def arguments():
     parser.add_argument("--ours", default=str(ROOT / "target/release/examples/speed"), metavar="COMMAND",
                         help="our instrument (default: the release build of examples/speed.rs)")
     parser.add_argument("--python", default=sys.executable, help="the Python of the Python workers")
-    parser.add_argument("--table", choices=TABLES, default="forward", help="which rows")
+    parser.add_argument("--table", choices=(*TABLES, "all"), default="all", help="which table (default all)")
     parser.add_argument("--only", metavar="ROWFILTER", default="", help="rows whose name matches this regex")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
     parser.add_argument("--threads", type=int, help="threads instead of the table's 2")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="peers, separated by commas")
+    parser.add_argument("--systems", default=",".join(SYSTEMS),
+                        help="peers, separated by commas; a table has those of them that it names")
     parser.add_argument("--pause-ms", type=float, default=20.0, help="pause after each turn (default 20)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one answer (default 900)")
     parser.add_argument("--json", metavar="FILE", help="write every sample to this file")
@@ -215,7 +245,7 @@ def arguments():
         parser.error("--rounds must be at least 1")
     program = shlex.split(args.ours)[0]
     if "/" in program and not pathlib.Path(program).exists():
-        parser.error(f"{program} is missing; build it with: cargo build --release --example speed")
+        parser.error(f"{program} is missing; build it with: cargo build --release --features half --example speed")
     return args, systems
 
 
@@ -225,36 +255,49 @@ def shown_command():
     return " ".join(shlex.quote(word.replace(f"{ROOT}/", "")) for word in words)
 
 
+def chosen(args, systems):
+    """(table, its rows, its systems), without the tables that have no row left."""
+    tables = TABLES.values() if args.table == "all" else [TABLES[args.table]]
+    for table in tables:
+        rows = [row for row in table.rows if re.search(args.only, row["name"])]
+        for row in rows:
+            if args.threads and row["case"]:
+                row["case"]["threads"] = args.threads
+        if rows:
+            yield table, rows, [system for system in systems if system in table.systems]
+
+
 def main():
     args, systems = arguments()
-    rows = [r for r in TABLES[args.table]() if re.search(args.only, r["name"])]
-    if not rows:
+    tables = list(chosen(args, systems))
+    if not tables:
         sys.exit(f"no row matches {args.only!r}")
-    for row in rows:
-        if args.threads:
-            row["case"]["threads"] = args.threads
-    threads = rows[0]["case"]["threads"]
-    fleet, records = Fleet(args), []
+    threads = args.threads or 2
+    fleet, records = Fleet(args), {table.title: [] for table, _, _ in tables}
     try:
-        versions = fleet.versions([s for s in systems if s != "ours"], threads)
-        for row in rows:
-            records.append(measure(row, fleet, systems, args))
-            progress(records[-1])
+        used = [system for system in systems if any(system in peers for _, _, peers in tables)]
+        versions = fleet.versions(used, threads)
+        for table, rows, peers in tables:
+            for row in rows:
+                record = run_example(row, args) if "command" in row else measure(row, fleet, peers, args)
+                records[table.title].append(record)
+                progress(record)
     except KeyboardInterrupt:
         say("interrupted; the rows so far:")
     finally:
         fleet.close()
     print(report.header(versions, shown_command(), threads, ROOT))
-    print()
-    print(report.table(records, systems))
-    print()
-    print("Calls:\n")
-    print(report.calls(records))
+    for table, _, peers in tables:
+        print(f"\n{table.title}:\n")
+        print(report.table(records[table.title], peers, table.columns))
+    rows = [record for of_table in records.values() for record in of_table]
+    print("\nCalls:\n")
+    print(report.calls(rows))
     if args.json:
-        content = {"machine": report.machine(), "versions": versions, "rows": records}
+        content = {"machine": report.machine(), "versions": versions, "rows": rows}
         pathlib.Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
-    wrong = any(e.get("mismatch") for r in records for e in r["systems"].values())
-    failed = any("error" in r["systems"]["ours"] for r in records)
+    wrong = any(e.get("mismatch") for r in rows for e in r["systems"].values())
+    failed = any("error" in r["systems"]["ours"] for r in rows)
     sys.exit(1 if wrong or failed else 0)
 
 

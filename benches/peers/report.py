@@ -7,10 +7,13 @@ import subprocess
 
 from table import FAMILIES
 
-LABELS = {"fraction": "of peak", "torch": "PyTorch", "ort": "ONNX Runtime", "rust": "Rust crates",
-          "of_unmasked": "of unmasked"}
+LABELS = {"fraction": "of peak", "roofline": "of roofline", "torch": "PyTorch", "ort": "ONNX Runtime",
+          "candle": "candle", "rust": "Rust crates", "ms": "ms", "mib": "MiB"}
 # The figures that must not be exceeded; the others must be reached.
-AT_MOST = ("of_unmasked",)
+AT_MOST = ("of_versus", "ms", "mib")
+
+# What a table shows of ours besides the time: the work or the bytes of K and V over it.
+COLUMNS = {"gflops": "GFLOP/s", "gbs": "GB/s", "fraction": "of peak", "roofline": "of roofline"}
 
 
 def median_ms(row, system):
@@ -30,15 +33,21 @@ def reached(row):
     """The figure reached for each required one; None where it was not measured."""
     figures = {}
     for kind in row["need"]:
-        if kind == "fraction":
-            figures[kind] = row.get("fraction")
-        elif kind == "of_unmasked":
-            ours, plain = median_ms(row, "ours"), median_ms(row, "ours-unmasked")
-            figures[kind] = ours / plain if ours and plain else None
+        if kind in ("fraction", "roofline", "mib"):
+            figures[kind] = row.get(kind)
+        elif kind == "ms":
+            figures[kind] = median_ms(row, "ours")
+        elif kind == "of_versus":
+            ours, other = median_ms(row, "ours"), median_ms(row, "ours-versus")
+            figures[kind] = ours / other if ours and other else None
         else:
             ratios = [r for r in (ratio(row, s) for s in FAMILIES[kind]) if r is not None]
             figures[kind] = min(ratios) if ratios else None
     return figures
+
+
+def label(row, kind):
+    return f"of {row['versus'][0]}" if kind == "of_versus" else LABELS[kind]
 
 
 def verdict(row):
@@ -47,10 +56,11 @@ def verdict(row):
     for kind, figure in reached(row).items():
         need = row["need"][kind]
         if figure is None:
-            missed.append(f"{LABELS[kind]} not measured")
+            missed.append(f"{label(row, kind)} not measured")
             continue
         good = figure <= need if kind in AT_MOST else figure >= need
-        text = f"{LABELS[kind]} {figure:.2f} of {'at most ' if kind in AT_MOST else ''}{need:g}"
+        digits = 5 if kind == "ms" else 2
+        text = f"{label(row, kind)} {figure:.{digits}f} of {'at most ' if kind in AT_MOST else ''}{need:g}"
         (met if good else missed).append(text)
     return met, missed
 
@@ -74,20 +84,30 @@ def number(value, digits):
 def need_text(row):
     parts = []
     for kind, need in row["need"].items():
-        parts.append(f"{LABELS[kind]} {'<= ' if kind in AT_MOST else ''}{need:g}")
+        parts.append(f"{label(row, kind)} {'<= ' if kind in AT_MOST else ''}{need:g}")
     return ", ".join(parts) or "-"
 
 
-def table(rows, systems):
-    peers = [s for s in systems if s != "ours"]
-    head = ["work", "ms", "GFLOP/s", "of peak", *peers, "required", "met"]
+def rate(row, column):
+    """Our work, or the bytes of keys and values, over our time."""
+    ours, amount = median_ms(row, "ours"), row.get("flop" if column == "gflops" else "bytes")
+    return amount / ours / 1e6 if ours and amount else None
+
+
+def milliseconds(value):
+    return "-" if value is None else f"{value:.{3 if value >= 0.1 else 5}f}"
+
+
+def table(rows, systems, columns):
+    """`columns` are the two of `COLUMNS` that are shown of ours."""
+    head = ["work", "ms", *(COLUMNS[column] for column in columns), *systems, "required", "met"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in rows:
-        ours = median_ms(row, "ours")
-        rate = row["flop"] / ours / 1e6 if ours else None
+        of_rate, of_best = columns
         _, missed = verdict(row)
-        cells = [row["name"], number(ours, 3), number(rate, 0), number(row.get("fraction"), 2),
-                 *(cell(row, s) for s in peers), need_text(row),
+        cells = [row["name"], milliseconds(median_ms(row, "ours")),
+                 number(rate(row, of_rate), 0 if of_rate == "gflops" else 1), number(row.get(of_best), 2),
+                 *(cell(row, s) for s in systems), need_text(row),
                  "yes" if not missed else "no: " + ", ".join(missed)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

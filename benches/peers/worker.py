@@ -11,6 +11,7 @@ the fastest; the answer names it under "call". Answers:
 `{"op":"about"}` answers with the versions.
 """
 
+import contextlib
 import json
 import math
 import statistics
@@ -68,8 +69,10 @@ def first_line(error):
 
 
 class Server:
-    def __init__(self, system, about, prepare):
-        self.system, self.about, self.prepare = system, about, prepare
+    """`prepare(case)` gives the calls for a case, and `mode(case)` a context in which all its work is done."""
+
+    def __init__(self, system, about, prepare, mode=lambda case: contextlib.nullcontext()):
+        self.system, self.about, self.prepare, self.mode = system, about, prepare, mode
         self.key, self.call, self.repeats = None, None, 1
 
     def answer(self, request):
@@ -77,6 +80,10 @@ class Server:
             return {"system": self.system, **self.about}
         check_keys(request)
         case = {k: v for k, v in request.items() if k != "rounds"}
+        with self.mode(case):
+            return self.measured(case, max(1, request.get("rounds", 1)))
+
+    def measured(self, case, rounds):
         key = json.dumps(case, sort_keys=True)
         if key != self.key:
             self.key, self.call = None, None
@@ -85,7 +92,7 @@ class Server:
             self.repeats = min(max(1, math.ceil(ROUND_SECONDS / seconds)), 10000)
             self.key = key
         run, times = self.call.run, []
-        for _ in range(max(1, request.get("rounds", 1))):
+        for _ in range(rounds):
             start = time.perf_counter()
             for _ in range(self.repeats):
                 result = run()

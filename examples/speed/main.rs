@@ -11,7 +11,7 @@
 //! are reused between rounds, and the peak is probed in the same process before and after every round. FLOPs count
 //! visible pairs only: `2 * heads * pairs * (head_dim + value_dim)`, plus `2 * in * out` per token and projection. With
 //! `"pass":"forward_backward"` attention counts 3.5 times and projections 3 times, and the sums are those of the gradients
-//! of q, k and v, or of x, w_q, w_k, w_v and w_o.
+//! of q, k and v, or of x.
 //!
 //! With `"pass":"decode"` and `"cache":"f32"` (`"bf16"` or `"f16"` in a build with the feature `half`), attention is that
 //! of `q_len` new queries over a cache of `kv_len` keys (`"kv_lens":[..]` for each batch entry), their own among them;

@@ -13,7 +13,7 @@ impl Output for Tensor {
     }
 }
 
-fn boxed(result: Result<Tensor>) -> std::result::Result<Box<dyn Output>, String> {
+pub(crate) fn boxed(result: Result<Tensor>) -> std::result::Result<Box<dyn Output>, String> {
     result.map(|tensor| Box::new(tensor) as Box<dyn Output>).map_err(|e| e.to_string())
 }
 
@@ -42,14 +42,14 @@ impl Flash {
 
 /// Attention on `[batch, heads, len, head_dim]` by two products and a softmax; the score matrix is stored.
 #[derive(Clone)]
-struct Matmul {
+pub(crate) struct Matmul {
     scale: f64,
     group_size: usize,
     added: Option<Tensor>,
 }
 
 impl Matmul {
-    fn new(case: &Case) -> Result<Self> {
+    pub(crate) fn new(case: &Case) -> Result<Self> {
         let added = case.additive(true, f32::NEG_INFINITY);
         let added = added.map(|added| Tensor::from_vec(added, (1, 1, case.q_len, case.kv_len), &Device::Cpu));
         Ok(Self { scale: case.scale(), group_size: case.group_size(), added: added.transpose()? })
@@ -64,7 +64,7 @@ impl Matmul {
         repeated.reshape((batch, kv_heads * self.group_size, len, size))
     }
 
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    pub(crate) fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let (k, v) = (self.repeated(k)?, self.repeated(v)?);
         let mut scores = (q * self.scale)?.matmul(&k.t()?)?;
         if let Some(added) = &self.added {

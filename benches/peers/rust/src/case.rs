@@ -42,6 +42,10 @@ pub struct Case {
     #[serde(default)]
     pub bias: bool,
     pub pass: Option<String>,
+    /// What a cache keeps its numbers in, for decoding.
+    pub cache: Option<String>,
+    /// Keys of each batch entry, where they are not `kv_len` for all.
+    pub kv_lens: Option<Vec<usize>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
@@ -100,11 +104,14 @@ impl Case {
     /// Reads a request; a layer's lengths and head size are filled in.
     pub fn parse(line: &str) -> Result<Self, String> {
         let mut case: Case = serde_json::from_str(line).map_err(|e| e.to_string())?;
-        if case.pass.as_deref().is_some_and(|pass| pass != "forward") {
+        if !matches!(case.pass.as_deref(), None | Some("forward" | "decode")) {
             return Err(unsupported("this pass"));
         }
-        if case.dtype != "f32" {
+        if case.dtype != "f32" || !matches!(case.cache.as_deref(), None | Some("f32")) {
             return Err(unsupported("only f32 is compared"));
+        }
+        if case.kv_lens.is_some() {
+            return Err(unsupported("entries of unlike lengths"));
         }
         if case.kv_heads == 0 {
             case.kv_heads = case.heads;
@@ -128,10 +135,15 @@ impl Case {
         if matches!(case.mask, Some(Mask::Keep { density, .. }) if density != 0.5) {
             return Err("mask density: the generator's sign gives 0.5 and nothing else".into());
         }
-        if case.causal && case.q_len != case.kv_len {
+        if case.causal && (case.q_len > case.kv_len || case.q_len < case.kv_len && !case.decodes()) {
             return Err(unsupported("causal with different numbers of queries and keys"));
         }
         Ok(case)
+    }
+
+    /// Whether the queries are those of new tokens, and the keys are in a cache.
+    pub fn decodes(&self) -> bool {
+        self.pass.as_deref() == Some("decode")
     }
 
     pub fn is_layer(&self) -> bool {
@@ -189,7 +201,8 @@ impl Case {
 
     /// One flag for each pair `[q_len, kv_len]`, true where the query sees the key; with the causal rule if asked.
     pub fn keep(&self, with_causal: bool) -> Vec<bool> {
-        let seen = |i: usize, j: usize| self.kept(i, j) && (!with_causal || j <= i);
+        let offset = self.kv_len.saturating_sub(self.q_len);
+        let seen = |i: usize, j: usize| self.kept(i, j) && (!with_causal || j <= i + offset);
         (0..self.q_len * self.kv_len).map(|at| seen(at / self.kv_len, at % self.kv_len)).collect()
     }
 

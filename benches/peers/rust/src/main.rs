@@ -8,6 +8,7 @@
 //! The number of threads is fixed when the process starts: RAYON_NUM_THREADS and RTEN_NUM_THREADS.
 
 mod burn_peer;
+mod candle_decode;
 mod candle_peer;
 mod case;
 mod rten_peer;
@@ -56,13 +57,29 @@ struct System {
     name: &'static str,
     version: &'static str,
     calls: fn(&Case) -> Result<Vec<Call>, String>,
+    /// The calls for queries over a cache.
+    decode_calls: fn(&Case) -> Result<Vec<Call>, String>,
+}
+
+fn no_decode_calls(_: &Case) -> Result<Vec<Call>, String> {
+    Err(unsupported("decoding is compared with candle only"))
 }
 
 const SYSTEMS: [System; 4] = [
-    System { name: "candle", version: "candle-nn 0.11.1", calls: candle_peer::calls },
-    System { name: "burn", version: "burn 0.22.1 (flex)", calls: burn_peer::calls },
-    System { name: "rten", version: "rten 0.27.0", calls: rten_peer::calls },
-    System { name: "tract", version: "tract-transformers 0.23.9", calls: tract_peer::calls },
+    System {
+        name: "candle",
+        version: "candle-nn 0.11.1",
+        calls: candle_peer::calls,
+        decode_calls: candle_decode::calls,
+    },
+    System { name: "burn", version: "burn 0.22.1 (flex)", calls: burn_peer::calls, decode_calls: no_decode_calls },
+    System { name: "rten", version: "rten 0.27.0", calls: rten_peer::calls, decode_calls: no_decode_calls },
+    System {
+        name: "tract",
+        version: "tract-transformers 0.23.9",
+        calls: tract_peer::calls,
+        decode_calls: no_decode_calls,
+    },
 ];
 
 /// The call with the fastest run over a few alternating trials; if none works, the first one's error.
@@ -98,7 +115,8 @@ fn prepare(system: &System, case: &Case) -> Result<Prepared, String> {
     if std::env::var(variable).ok().as_deref() != Some(case.threads.to_string().as_str()) {
         return Err(format!("start this worker with {variable}={}", case.threads));
     }
-    let mut call = choose((system.calls)(case)?)?;
+    let calls = if case.decodes() { system.decode_calls } else { system.calls };
+    let mut call = choose(calls(case)?)?;
     let seconds = call.time()?;
     let repeats = (ROUND_SECONDS / seconds).ceil().clamp(1.0, 1e4) as usize;
     Ok(Prepared { case: case.clone(), call, repeats })
