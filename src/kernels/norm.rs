@@ -156,7 +156,8 @@ mod tests {
                         equal(run(level, NormInput::RowsPlus(&y), &x));
                         equal(run(level, NormInput::Other(&sum), &x));
                     }
-                    assert_eq!(want[5 * width], sum[5 * width]);
+                    // What is no whole row stays.
+                    assert!(width == 1 || want[5 * width] == sum[5 * width]);
                 }
             }
         }
