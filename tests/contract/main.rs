@@ -23,6 +23,7 @@ mod errors;
 mod gradients;
 mod head_statistics;
 mod head_surgery;
+mod hidden_queries;
 mod loading;
 mod properties;
 mod qk_norm;
