@@ -112,7 +112,7 @@ pub(crate) trait Compiled: Real {
     fn weight_gradients(
         level: Level,
         gradients: [Option<WeightGradient<'_, Self>>; 3],
-        terms: Terms,
+        terms: Terms<'_>,
         scratch: &mut Vec<Vec<Self>>,
     );
 
@@ -245,7 +245,7 @@ macro_rules! compiled {
             fn weight_gradients(
                 level: Level,
                 gradients: [Option<WeightGradient<'_, Self>>; 3],
-                terms: Terms,
+                terms: Terms<'_>,
                 scratch: &mut Vec<Vec<Self>>,
             ) {
                 linear::weight_gradients(Self::kernels(level), gradients, terms, scratch);

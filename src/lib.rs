@@ -27,6 +27,7 @@
 //! | who may attend to whom | [`Mask`]; [`BoundMask`] draws it |
 //! | which KV head a query head reads | [`HeadMap`] |
 //! | positions of tokens | [`Builder::rope`] (with [`Builder::qk_norm`]), [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
+//! | token by token, with a cache | [`MultiHeadAttention::decode`] with a [`KvCache`], [`attention::extend`], [`attention::decode`] |
 //! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
 //! | what a call costs | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
 //! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |

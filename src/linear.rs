@@ -110,16 +110,25 @@ pub(crate) fn project<T: Element>(
 }
 
 /// Which tokens give something to the gradient of the weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Terms {
+#[derive(Clone, Copy)]
+pub(crate) enum Terms<'a> {
     All,
     /// Not those whose gradient is zero in all columns, whatever they hold: a mask hid them.
     Seen,
+    /// Not those that are named, counted over all batch entries.
+    AllBut(&'a dyn Fn(usize) -> bool),
 }
 
-impl Terms {
+impl Terms<'_> {
     /// The first token from `token` on that gives nothing though it is not finite. (One that is finite gives zeros.)
-    fn next_hidden<T: Element>(self, x: ArrayView2<'_, T>, d_y: ArrayView2<'_, T>, token: usize) -> Option<usize> {
+    /// `before` tokens of other batch entries come before these.
+    fn next_hidden<T: Element>(
+        self,
+        before: usize,
+        x: ArrayView2<'_, T>,
+        d_y: ArrayView2<'_, T>,
+        token: usize,
+    ) -> Option<usize> {
         let is_finite = |row: ArrayView1<'_, T>| match row.to_slice() {
             // Without a way out of the loop, so that it is done by vectors.
             Some(row) => row.iter().fold(true, |finite, x| finite & x.is_finite()),
@@ -128,6 +137,7 @@ impl Terms {
         match self {
             Self::All => None,
             Self::Seen => (token..x.nrows()).find(|&t| !is_finite(x.row(t)) && d_y.row(t).iter().all(|x| x.is_zero())),
+            Self::AllBut(hidden) => (token..x.nrows()).find(|&t| hidden(before + t)),
         }
     }
 }
@@ -136,11 +146,11 @@ impl Terms {
 pub(crate) fn weight_gradients<T: Element>(
     kernels: &Kernels<T>,
     mut gradients: [Option<WeightGradient<'_, T>>; 3],
-    terms: Terms,
+    terms: Terms<'_>,
     scratch: &mut Vec<Vec<T>>,
 ) {
     let whole = |g: &WeightGradient<'_, T>| {
-        flatten(g.x).zip(flatten(g.d_y)).is_some_and(|(x, d_y)| terms.next_hidden(x, d_y, 0).is_none())
+        flatten(g.x).zip(flatten(g.d_y)).is_some_and(|(x, d_y)| terms.next_hidden(0, x, d_y, 0).is_none())
     };
     if gradients.iter().flatten().all(whole) {
         let products = gradients.map(|gradient| {
@@ -152,11 +162,12 @@ pub(crate) fn weight_gradients<T: Element>(
     }
     for gradient in gradients.iter_mut().flatten() {
         let WeightGradient { x, d_y, d_w, start } = gradient;
-        for (x, d_y) in x.outer_iter().zip(d_y.outer_iter()) {
+        let len = x.len_of(Axis(1));
+        for (entry, (x, d_y)) in x.outer_iter().zip(d_y.outer_iter()).enumerate() {
             // The tokens between two hidden ones, and once none at all, which begins the sums.
             let mut token = 0;
             loop {
-                let end = terms.next_hidden(x, d_y, token);
+                let end = terms.next_hidden(entry * len, x, d_y, token);
                 let tokens = token..end.unwrap_or(x.nrows());
                 let x = x.slice(s![tokens.clone(), ..]).reversed_axes();
                 let linear = Linear { x, w: d_y.slice(s![tokens, ..]), bias: None, start: *start };
@@ -247,7 +258,7 @@ mod tests {
         })
     }
 
-    fn run(x: ArrayView3<'_, f32>, d_y: ArrayView3<'_, f32>, start: Start, terms: Terms) -> Array2<f32> {
+    fn run(x: ArrayView3<'_, f32>, d_y: ArrayView3<'_, f32>, start: Start, terms: Terms<'_>) -> Array2<f32> {
         let level = Level::best();
         let begin = if start == Start::Add { 1000.0 } else { f32::NAN };
         let mut d_w = Array2::from_elem((x.dim().2, d_y.dim().2), begin);
@@ -284,6 +295,11 @@ mod tests {
             assert_eq!(run(x.view(), d_y.view(), start, Terms::Seen), want);
             assert!(run(x.view(), d_y.view(), start, Terms::All).iter().any(|x| x.is_nan()));
         }
+        // Those that are named, without a look at what they hold.
+        let named = |token: usize| hidden.contains(&(token / 30, token % 30));
+        d_y.slice_mut(s![1, 9, ..]).fill(f32::NAN);
+        assert_eq!(run(x.view(), d_y.view(), Start::Zero, Terms::AllBut(&named)), want);
+        d_y.slice_mut(s![1, 9, ..]).fill(0.0);
         // All of them.
         let nan = Array3::from_elem((2, 30, 6), f32::NAN);
         assert_eq!(

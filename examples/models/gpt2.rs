@@ -1,7 +1,7 @@
 //! GPT-2 (Radford et al. 2019): a decoder with learned positions and norms before each part. Its matrices are stored
 //! `[in, out]`, and those of queries, keys and values lie side by side.
 
-use multihead::block::{Block, Call, FeedForward, FeedForwardWeights, Norms, Stack};
+use multihead::block::{Block, BlockCache, Call, FeedForward, FeedForwardWeights, Norms, Stack};
 use multihead::io::Layout;
 use multihead::ndarray::{Array2, Array3};
 use multihead::{Mask, MultiHeadAttention};
@@ -13,7 +13,7 @@ pub(crate) struct Gpt2 {
     words: Array2<f32>,
     /// `[positions, d_model]`
     positions: Array2<f32>,
-    decoder: Stack<f32>,
+    pub(crate) decoder: Stack<f32>,
 }
 
 impl Gpt2 {
@@ -54,14 +54,22 @@ impl Gpt2 {
         product(&x, &self.words.t())
     }
 
+    /// Tokens that go on from `position`, where the caches end: logits after the last of them, `[batch, words]`.
+    pub(crate) fn step(
+        &self,
+        ids: &Array2<usize>,
+        position: usize,
+        caches: &mut [BlockCache<f32>],
+    ) -> Result<Array2<f32>, Fault> {
+        let x = self.decoder.decode(&self.embed(ids, position)?, &Call::new(), caches)?;
+        last_logits(&x, &self.words.t())
+    }
+
     /// `count` more tokens for each entry of `prompt: [batch, len]`, always the likeliest one.
     pub(crate) fn generate(&self, prompt: &Array2<usize>, count: usize) -> Result<Array2<usize>, Fault> {
         let (batch, len) = prompt.dim();
-        let mut cache = self.decoder.cache(batch, len + count)?;
-        greedy(prompt, count, |ids, position| {
-            let x = self.decoder.decode(&self.embed(ids, position)?, &Call::new(), &mut cache)?;
-            last_logits(&x, &self.words.t())
-        })
+        let mut caches = self.decoder.cache(batch, len + count)?;
+        greedy(prompt, count, |ids, position| self.step(ids, position, &mut caches))
     }
 
     /// The first of the tokens stands at `position`.

@@ -2,7 +2,7 @@
 //! part, SwiGLU, grouped queries. By their configurations also LLaMA 3.1 (slower rotations for long texts), Mistral (a
 //! window) and Qwen 3 (norms of query and key heads).
 
-use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norms, Stack};
+use multihead::block::{Activation, Block, BlockCache, Call, FeedForward, FeedForwardWeights, Norms, Stack};
 use multihead::io::Layout;
 use multihead::ndarray::{Array2, Array3};
 use multihead::position::Llama3;
@@ -14,7 +14,7 @@ use crate::checkpoint::{Checkpoint, Fault, embed, greedy, last_logits, product};
 pub(crate) struct Llama {
     /// `[words, d_model]`
     words: Array2<f32>,
-    decoder: Stack<f32>,
+    pub(crate) decoder: Stack<f32>,
     /// `[d_model, words]`
     head: Array2<f32>,
     /// Causal, and no further back than the window if there is one.
@@ -53,15 +53,17 @@ impl Llama {
         product(&x, &self.head)
     }
 
+    /// Tokens that go on where the caches end, and so do their positions: logits after the last of them, `[batch, words]`.
+    pub(crate) fn step(&self, ids: &Array2<usize>, caches: &mut [BlockCache<f32>]) -> Result<Array2<f32>, Fault> {
+        let call = Call::new().mask(&self.mask);
+        last_logits(&self.decoder.decode(&embed(&self.words, ids)?, &call, caches)?, &self.head)
+    }
+
     /// `count` more tokens for each entry of `prompt: [batch, len]`, always the likeliest one.
     pub(crate) fn generate(&self, prompt: &Array2<usize>, count: usize) -> Result<Array2<usize>, Fault> {
         let (batch, len) = prompt.dim();
-        let mut cache = self.decoder.cache(batch, len + count)?;
-        greedy(prompt, count, |ids, _| {
-            // Positions go on behind what the cache holds.
-            let call = Call::new().mask(&self.mask);
-            last_logits(&self.decoder.decode(&embed(&self.words, ids)?, &call, &mut cache)?, &self.head)
-        })
+        let mut caches = self.decoder.cache(batch, len + count)?;
+        greedy(prompt, count, |ids, _| self.step(ids, &mut caches))
     }
 }
 

@@ -7,7 +7,8 @@
 //!
 //! With a bottom-right mask (causal, window) the last valid query stands at the last key of its batch entry, so the offset
 //! of a call is the length of the cache before the append, and nobody computes it. Bounds of masks, biases and weights
-//! count all positions: `kv_len` is the length of the longest entry.
+//! count all positions: `kv_len` is the length of the longest entry. (Without entries there is no length, and `kv_len` is 0
+//! whatever has been appended: a batch of none keeps nothing, not even a count.)
 //!
 //! A ring cannot hold a long chunk and the windows of its first queries at once; `extend` writes and answers such a chunk
 //! piece by piece.

@@ -47,7 +47,8 @@ impl Span {
     }
 }
 
-fn whole(n: usize) -> i64 {
+/// A position or length, within bounds.
+pub(crate) fn whole(n: usize) -> i64 {
     i64::try_from(n).map_or(FAR, |n| n.min(FAR))
 }
 

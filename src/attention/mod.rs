@@ -325,6 +325,9 @@ fn tiled<'p, T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
+    if let Some(keys) = call.rules.room() {
+        split::make_room(call, keys, query_tile, workspace)?;
+    }
     match split::chunk_tiles(call) {
         Some(tiles) => split::forward(call, tiles, outputs, workspace),
         None => forward::forward(call, query_tile, outputs, workspace),

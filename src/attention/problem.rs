@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use super::Options;
 use super::bias::{Bias, ScoreRow, Table};
-use super::distance::Span;
+use super::distance::{Span, whole};
 use super::dropout::{Dropout, HeadDropout};
 use super::reference::dot;
 use super::relative_keys::RelativeKeys;
@@ -86,16 +86,21 @@ impl<'a, T: Element> Rules<'a, T> {
 }
 
 impl<'a, T: Element> Rules<'a, T> {
-    /// Prepares what depends on distances, in `room`. Without it, biases are looked up pair by pair.
+    /// Prepares what depends on distances, in `room`. Without it, biases are looked up pair by pair. Where keys will be
+    /// added, there is room for the distances to all of them.
     pub(crate) fn lay_out(&mut self, dims: &Dims, room: &'a mut Vec<T>) -> Result<()> {
         if self.bias.is_none() && self.relative_keys.is_none() {
             return Ok(());
         }
         let span = self.span(dims);
+        let most = self.bounded(match self.room() {
+            Some(keys) => span.union(Span::new(whole(keys), whole(keys), 0..keys)),
+            None => span,
+        });
         if let Some(keys) = &mut self.relative_keys {
-            keys.trim(span);
+            keys.trim(span, most);
         }
-        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims.num_heads, span, room))
+        self.bias.as_mut().map_or(Ok(()), |bias| bias.lay_out(dims.num_heads, [span, most], room))
     }
 
     /// The distances of the call's pairs.
@@ -104,9 +109,12 @@ impl<'a, T: Element> Rules<'a, T> {
             let mask = self.mask.head(entry, 0);
             Span::new(mask.position(0), mask.position(dims.q_len.saturating_sub(1)), 0..dims.kv_len)
         };
-        let span = (0..dims.batch).map(of_entry).reduce(Span::union).unwrap_or(Span { lowest: 0, highest: 0 });
+        self.bounded((0..dims.batch).map(of_entry).reduce(Span::union).unwrap_or(Span { lowest: 0, highest: 0 }))
+    }
+
+    /// A ring is far longer than what its queries see.
+    fn bounded(&self, span: Span) -> Span {
         match self.mask.last() {
-            // A ring is far longer than what its queries see.
             Some(last) => Span { lowest: span.lowest.max(-last), highest: span.highest.min(0) },
             None => span,
         }
@@ -117,6 +125,11 @@ impl<'a, T: Copy> Rules<'a, T> {
     /// The mask of a batch entry, for head 0.
     pub(crate) fn mask(&self, entry: usize) -> HeadMask<'a> {
         self.mask.head(entry, 0)
+    }
+
+    /// How many keys there is room for, if later calls will have more of them.
+    pub(crate) fn room(&self) -> Option<usize> {
+        self.mask.room()
     }
 
     pub(crate) fn sink(&self, head: usize) -> Option<T> {

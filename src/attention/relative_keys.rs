@@ -22,6 +22,8 @@ pub(crate) struct RelativeKeys<'a, T> {
     view: ArrayView2<'a, T>,
     /// Distances of the view.
     span: Span,
+    /// How many distances later calls can have.
+    most: usize,
     clip: i64,
 }
 
@@ -31,12 +33,13 @@ impl<'a, T: Element> RelativeKeys<'a, T> {
         mask.check_positions()?;
         // Half of what a length can be.
         let clip = (view.nrows() / 2) as i64;
-        Ok(Self { view, span: Span { lowest: -clip, highest: clip }, clip })
+        Ok(Self { view, span: Span { lowest: -clip, highest: clip }, most: view.nrows(), clip })
     }
 
-    /// Leaves out distances that no pair of the call has.
-    pub(super) fn trim(&mut self, span: Span) {
-        let span = span.within(self.clip as usize);
+    /// Leaves out distances that no pair of the call has; later calls have those of `most`.
+    pub(super) fn trim(&mut self, span: Span, most: Span) {
+        let [span, most] = [span, most].map(|span| span.within(self.clip as usize));
+        self.most = most.len();
         if span.len() == 0 {
             return;
         }
@@ -48,6 +51,11 @@ impl<'a, T: Element> RelativeKeys<'a, T> {
     /// `[distances, head_dim]`
     pub(crate) fn view(&self) -> ArrayView2<'a, T> {
         self.view
+    }
+
+    /// How many distances later calls can have.
+    pub(super) fn most(&self) -> usize {
+        self.most
     }
 
     /// The distances of [`RelativeKeys::view`].

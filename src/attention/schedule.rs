@@ -82,11 +82,25 @@ pub(crate) fn chunk_tiles(rows: usize, items: usize, span: impl Fn() -> usize) -
         return None;
     }
     let span = span();
-    // Eight keys to a row, so that the states of all chunks are small against the keys and values.
-    let fewest = (8 * rows).div_ceil(KEYS).max(FEWEST_CHUNK_TILES);
+    let fewest = fewest_chunk_tiles(rows);
     let even = span.saturating_mul(items).div_ceil(SPLIT_ITEMS);
     let chunk = even.min(MOST_CHUNK_TILES).max(fewest);
     (chunk < span).then_some(chunk)
+}
+
+/// The most chunks that [`chunk_tiles`] makes of spans of up to `tiles` tiles; 0 if it cuts none of them.
+pub(crate) fn most_chunks(rows: usize, items: usize, tiles: usize) -> usize {
+    let fewest = fewest_chunk_tiles(rows);
+    if rows > MOST_SPLIT_ROWS || items > MOST_WHOLE_ITEMS || tiles <= fewest {
+        return 0;
+    }
+    let even = SPLIT_ITEMS.div_ceil(items.max(1));
+    tiles.div_ceil(fewest).min(even.max(tiles.div_ceil(MOST_CHUNK_TILES)))
+}
+
+/// Eight keys to a row, so that the states of all chunks are small against the keys and values.
+fn fewest_chunk_tiles(rows: usize) -> usize {
+    rows.saturating_mul(8).div_ceil(KEYS).max(FEWEST_CHUNK_TILES)
 }
 
 /// Reading a number of a key or value costs as much as so many operations: 4 bytes at 12 GB/s against 150 GFLOP/s.
@@ -129,6 +143,21 @@ mod tests {
         assert_eq!(chunk_tiles(385, 1, || 512), None);
         assert_eq!(chunk_tiles(1, 257, || 512), None);
         assert_eq!(chunk_tiles(0, 0, || 0), None);
+    }
+
+    #[test]
+    fn no_length_makes_more_chunks_than_foreseen() {
+        for (rows, items) in
+            [1, 4, 32, 100, 384, 385].into_iter().flat_map(|r| [1, 2, 7, 63, 64, 65, 256, 257].map(|i| (r, i)))
+        {
+            let mut most = 0;
+            for tiles in 0..3000 {
+                let chunks = chunk_tiles(rows, items, || tiles).map_or(0, |chunk| tiles.div_ceil(chunk));
+                most = most.max(chunks);
+                let foreseen = most_chunks(rows, items, tiles);
+                assert!(most <= foreseen, "{rows} rows, {items} items, {tiles} tiles: {most} > {foreseen}");
+            }
+        }
     }
 
     #[test]

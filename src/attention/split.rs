@@ -17,7 +17,7 @@ use super::workspace::{ItemSize, Workspace};
 use super::{Outputs, schedule};
 use crate::element::Element;
 use crate::error::Result;
-use crate::kernels::{Blocks, Deal};
+use crate::kernels::{Blocks, Deal, KEYS};
 use crate::parallel;
 use ndarray::{ArrayViewMut2, Axis, s};
 
@@ -33,6 +33,28 @@ pub(super) fn chunk_tiles<T: Element>(call: &Call<'_, '_, T>) -> Option<usize> {
 fn longest_span<T: Element>(call: &Call<'_, '_, T>) -> usize {
     let tiles = |entry| call.tiles(&call.rules.mask(entry), 0..call.dims.q_len).len();
     (0..call.dims.batch).map(tiles).max().unwrap_or(0)
+}
+
+/// Takes the memory that a call like this one needs once there are `keys` keys, so that the steps until then take none.
+pub(super) fn make_room<T: Element>(
+    call: &Call<'_, '_, T>,
+    keys: usize,
+    query_tile: Option<usize>,
+    workspace: &mut Workspace<T>,
+) -> Result<()> {
+    let (dims, heads) = (&call.dims, &*call.rules.heads);
+    let items = dims.batch.saturating_mul(heads.num_read());
+    let all_rows = dims.q_len.saturating_mul(heads.largest_group());
+    let chunks = schedule::most_chunks(all_rows, items, keys.div_ceil(KEYS));
+    let tile = schedule::query_tile(dims, heads.largest_group(), query_tile);
+    let (rows, parts) = match chunks {
+        0 => (tile.saturating_mul(heads.largest_group()), dims.q_len.div_ceil(tile)),
+        _ => (all_rows, chunks),
+    };
+    let distances = call.rules.relative_keys.map_or(0, |keys| keys.most());
+    let size = ItemSize { distances, ..ItemSize::new(rows, *dims, call.rules) };
+    let workers = parallel::workers(f64::INFINITY, items.saturating_mul(parts));
+    workspace.split(workers, &size, items.saturating_mul(chunks)).map(drop)
 }
 
 /// Fills context and lse. `chunk_tiles` tiles of keys make an item.

@@ -23,7 +23,8 @@ use std::sync::atomic::AtomicUsize;
 /// apart.
 ///
 /// Where few queries meet many keys (at most 384 rows of a KV head), the keys are cut into chunks, and a chunk leaves
-/// `rows * (width + 17)` numbers: below a tenth of the keys and values.
+/// `rows * (width + 17)` numbers: below a tenth of the keys and values. Over a [`KvCache`](crate::KvCache), the first call
+/// takes what steps like it will need once the cache is full.
 ///
 /// A layer keeps its projections and the context besides,
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of

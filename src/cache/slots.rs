@@ -58,11 +58,11 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn now(&self) -> Held<'_> {
-        Held { lengths: Some(&self.lengths), last: self.window }
+        Held { lengths: Some(&self.lengths), last: self.window, room: Some(self.tiles * KEYS) }
     }
 
     fn then(&self) -> Held<'_> {
-        Held { lengths: Some(&self.planned), last: self.window }
+        Held { lengths: Some(&self.planned), ..self.now() }
     }
 
     fn step(&self) -> usize {

@@ -20,6 +20,13 @@ mod sealed {
 /// `half`, `half::f16` and `half::bf16` keep numbers of `f32` in half of the memory, rounded. Sums are in `f32` then, and
 /// what rounds to an infinity is one.
 ///
+/// | storage | computes in | bytes a number | relative rounding | largest number | 1000 tokens of 8 KV heads of 128 |
+/// | --- | --- | --- | --- | --- | --- |
+/// | `f64` | `f64` | 8 | none | 1.8e308 | 16.4 MB |
+/// | `f32` | `f32` | 4 | none | 3.4e38 | 8.2 MB |
+/// | `half::bf16` | `f32` | 2 | 2^-9 | 3.4e38 | 4.1 MB |
+/// | `half::f16` | `f32` | 2 | 2^-11 | 65504 | 4.1 MB |
+///
 /// ```
 /// use multihead::Storage;
 /// assert_eq!(f32::narrow(0.1).widen(), 0.1);

@@ -8,7 +8,7 @@
 //! | `entropy` | `-sum_j w[i, j] ln w[i, j]` | Ghader and Monz 2017, <https://arxiv.org/abs/1710.03348> |
 //! | `distance` | `sum_j w[i, j] abs(pos - j)` | Vig and Belinkov 2019, <https://arxiv.org/abs/1906.04284> |
 //! | `confidence` | `max_j w[i, j]` | Voita et al. 2019, <https://arxiv.org/abs/1905.09418> |
-//! | `first` | `w[i, 0]` | Xiao et al. 2023, <https://arxiv.org/abs/2309.17453> |
+//! | `first` | `w[i, 0]`, or the first key that is no padding, see [`Tokens::starts`] | Xiao et al. 2023, <https://arxiv.org/abs/2309.17453> |
 //! | `previous` | `w[i, pos - 1]`, where there is such a key | Clark et al. 2019, <https://arxiv.org/abs/1906.04341> |
 //! | `next` | `w[i, pos + 1]`, where there is such a key | as `previous` |
 //! | `duplicate` | `sum w[i, j]` over `j < pos` with `t[j] = t[pos]` | Wang et al. 2022, <https://arxiv.org/abs/2211.00593> |
@@ -70,7 +70,8 @@ pub struct HeadStatistics {
     pub distance: Array2<f64>,
     /// `[batch, num_heads]`: the largest weight of a query.
     pub confidence: Array2<f64>,
-    /// `[batch, num_heads]`: the weight of key 0, where decoders leave what they do not need.
+    /// `[batch, num_heads]`: the weight of the first key, where decoders leave what they do not need. It is key 0 unless
+    /// [`Tokens::starts`] names another one.
     #[doc(alias = "attention_sink")]
     pub first: Array2<f64>,
     /// `[batch, num_heads]`: the weight of the key before the query.

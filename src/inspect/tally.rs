@@ -86,9 +86,10 @@ impl Tally {
             let weight = key.and_then(|key| weights.get(key)).map_or(0.0, |weight| weight.into_f64());
             if total.is_nan() { total } else { weight }
         };
-        self.first.add(at(Some(0)));
-        let keys = self.received.len();
-        let key = |position: i64| usize::try_from(position).ok().filter(|&key| key < keys);
+        self.first.add(at(Some(places.first)));
+        // Before the first key there is padding, if anything.
+        let keys = places.first..self.received.len();
+        let key = |position: i64| usize::try_from(position).ok().filter(|key| keys.contains(key));
         for (sum, neighbour) in [(&mut self.previous, position - 1), (&mut self.next, position + 1)] {
             if let Some(neighbour) = key(neighbour) {
                 sum.add(at(Some(neighbour)));
@@ -105,7 +106,7 @@ impl Tally {
             if j < own && ids.ids[j] == ids.ids[own] {
                 duplicate += w;
             }
-            if j > 0 && ids.ids[j - 1] == ids.ids[own] {
+            if j > places.first && ids.ids[j - 1] == ids.ids[own] {
                 induction += w;
             }
         }

@@ -30,11 +30,13 @@ pub(crate) struct Held<'a> {
     pub(crate) lengths: Option<&'a [usize]>,
     /// How many of the last ones a query can see at most, itself included: those of a ring.
     pub(crate) last: Option<usize>,
+    /// How many there is room for, if later calls will have more of them.
+    pub(crate) room: Option<usize>,
 }
 
 impl Held<'_> {
     /// All keys of every entry.
-    pub(crate) const ALL: Self = Self { lengths: None, last: None };
+    pub(crate) const ALL: Self = Self { lengths: None, last: None, room: None };
 }
 
 /// A [`Mask`] bound to `[batch, num_heads, q_len, kv_len]`, made by [`Mask::bind`].
@@ -85,6 +87,11 @@ impl<'a> BoundMask<'a> {
     pub(crate) fn last(&self) -> Option<i64> {
         let last = self.held.last.filter(|_| self.window_align == Align::BottomRight)?;
         i64::try_from(last).ok()
+    }
+
+    /// How many keys there is room for, if later calls will have more of them.
+    pub(crate) fn room(&self) -> Option<usize> {
+        self.held.room
     }
 
     /// The rules of one batch entry and head.

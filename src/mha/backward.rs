@@ -11,7 +11,7 @@
 //! Sums run over the tokens of all batch entries, in their order. An array that plays several roles has the sum of its
 //! gradients: `d_x = d_query + d_key + d_value` in self-attention.
 
-use ndarray::{Array2, Array3, Array4, ArrayRef3, ArrayView3, ArrayViewMut3, aview0};
+use ndarray::{Array2, Array3, Array4, ArrayRef3, ArrayView3, ArrayViewMut3, Axis, aview0, s};
 
 use super::forward::{Activations, Inputs, Room, Sources, by_head, by_token, by_token_mut, level};
 use super::train::TapeRef;
@@ -255,8 +255,8 @@ impl<T: Element> MultiHeadAttention<T> {
             let context = by_token(&activations.context)?;
             let [d_q, d_k, d_v] = [by_token(&d_heads.q)?, by_token(&d_heads.k)?, by_token(&d_heads.v)?];
             let &Inputs { query, key, value, .. } = tape.inputs;
-            let d_projections = [(query, d_q), (key, d_k), (value, d_v), (context, d_output.view())];
-            differentiate_weights(level, d_projections, start, gradients.weights, scratch);
+            differentiate_weights(level, [(query, d_q), (key, d_k), (value, d_v)], start, gradients.weights, scratch);
+            self.differentiate_output(tape, (context, d_output.view()), start, gradients.weights, scratch);
             self.differentiate_inputs(level, [d_q, d_k, d_v], &mut gradients, scratch);
             workspace.layer.d_heads = d_heads.into_memory();
         }
@@ -337,6 +337,47 @@ impl<T: Element> MultiHeadAttention<T> {
         Ok(())
     }
 
+    /// The gradients of W_O and its bias, from the context and the gradient of the output.
+    ///
+    /// A query that sees no key of a head has no context there, so the head's rows of W_O get nothing from it, whatever its
+    /// gradient holds. The bias does: it is all that such a query puts out.
+    fn differentiate_output(
+        &self,
+        tape: TapeRef<'_, '_, '_, T>,
+        (context, d_output): (ArrayView3<'_, T>, ArrayView3<'_, T>),
+        start: Start,
+        Weights { w_o, b_o, .. }: &mut Weights<T>,
+        scratch: &mut Vec<Vec<T>>,
+    ) {
+        let (level, lse) = (level(tape.options), &tape.recording.lse);
+        let (_, num_heads, q_len) = lse.dim();
+        // The lse of such a query is the sink's, which keys that vanish next to the sink cannot be told from: they leave
+        // no context either.
+        let nothing = |head: usize| self.weights.sinks.as_ref().map_or(T::neg_infinity(), |sinks| sinks[head]);
+        let is_hidden = |head: usize, token: usize| lse[[token / q_len, head, token % q_len]] == nothing(head);
+        let some_hidden = || (0..num_heads).any(|h| lse.index_axis(Axis(1), h).iter().any(|&x| x == nothing(h)));
+        let one = T::one();
+        let one = aview0(&one);
+        let bias = WeightGradient::of_bias(&one, d_output, b_o, start);
+        if !some_hidden() || d_output.iter().all(|x| x.is_finite()) {
+            let d_w = w_o.view_mut();
+            let of_weights = Some(WeightGradient { x: context, d_y: d_output, d_w, start });
+            return T::weight_gradients(level, [of_weights, bias, None], Terms::All, scratch);
+        }
+        T::weight_gradients(level, [bias, None, None], Terms::All, scratch);
+        let value_dim = self.config.value_dim;
+        for head in 0..num_heads {
+            let columns = head * value_dim..(head + 1) * value_dim;
+            let x = context.slice(s![.., .., columns.clone()]);
+            let hidden = |token| {
+                let context = x.slice(s![token / q_len, token % q_len, ..]);
+                is_hidden(head, token) && context.iter().all(|x| x.is_zero())
+            };
+            let gradient = WeightGradient { x, d_y: d_output, d_w: w_o.slice_mut(s![columns, ..]), start };
+            T::weight_gradients(level, [Some(gradient), None, None], Terms::AllBut(&hidden), scratch);
+        }
+    }
+
     /// The gradients of the inputs, each the sum over its roles, from those of the projections.
     fn differentiate_inputs(
         &self,
@@ -377,16 +418,16 @@ impl<T> LayerGradientsMut<'_, T> {
     }
 }
 
-/// The gradients of the weights and biases of W_Q, W_K, W_V and W_O, from what goes into each and the gradient of what
-/// comes out.
+/// The gradients of the weights and biases of W_Q, W_K and W_V, from what goes into each and the gradient of what comes
+/// out.
 fn differentiate_weights<T: Element>(
     level: Level,
-    [q, k, v, o]: [(ArrayView3<'_, T>, ArrayView3<'_, T>); 4],
+    [q, k, v]: [(ArrayView3<'_, T>, ArrayView3<'_, T>); 3],
     start: Start,
     d_weights: &mut Weights<T>,
     scratch: &mut Vec<Vec<T>>,
 ) {
-    let Weights { w_q, w_k, w_v, w_o, b_q, b_k, b_v, b_o, .. } = d_weights;
+    let Weights { w_q, w_k, w_v, b_q, b_k, b_v, .. } = d_weights;
     let of_weights = |(x, d_y), d_w| Some(WeightGradient { x, d_y, d_w, start });
     let inputs = [of_weights(q, w_q.view_mut()), of_weights(k, w_k.view_mut()), of_weights(v, w_v.view_mut())];
     T::weight_gradients(level, inputs, Terms::Seen, scratch);
@@ -396,9 +437,6 @@ fn differentiate_weights<T: Element>(
     let of_bias = |d_y, d_b| WeightGradient::of_bias(&one, d_y, d_b, start);
     let inputs = [of_bias(q.1, b_q), of_bias(k.1, b_k), of_bias(v.1, b_v)];
     T::weight_gradients(level, inputs, Terms::All, scratch);
-    // Every context is seen by its own output.
-    let output = [of_weights(o, w_o.view_mut()), of_bias(o.1, b_o), None];
-    T::weight_gradients(level, output, Terms::All, scratch);
 }
 
 /// `y (+)= x W^T`

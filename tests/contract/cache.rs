@@ -3,10 +3,12 @@
 use crate::common;
 
 use common::core::cache_of;
-use common::{Seeded, assert_bits};
+use common::{Seeded, assert_bits, typed, widened};
 use multihead::attention::{self, NewTokens};
+#[cfg(feature = "half")]
+use multihead::half;
 use multihead::ndarray::{Array4, Axis, s};
-use multihead::{CacheShape, Error, KvCache, Mask, Options};
+use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage};
 
 const SHAPE: CacheShape = CacheShape { batch: 2, num_kv_heads: 2, capacity: 200, head_dim: 5, value_dim: 3 };
 
@@ -123,19 +125,50 @@ fn tokens_are_taken_back() {
     assert!(cache.is_empty() && cache.keys().unwrap().is_empty());
 }
 
+fn unused<S: Storage>() {
+    for n in [1, 15, 16, 40, 63, 64, 65, 127] {
+        let answer = |before: Option<f64>| {
+            let mut cache = KvCache::<S>::new(SHAPE).unwrap();
+            if let Some(bad) = before.map(S::Element::from_f64) {
+                cache.append(&Array4::from_elem((2, 2, 200, 5), bad), &Array4::from_elem((2, 2, 200, 3), bad)).unwrap();
+                cache.clear();
+            }
+            let (k, v) = tokens(1, n);
+            // The second entry is shorter than the first.
+            cache.append_ragged(&typed(&k), &typed(&v), &[n, n / 2]).unwrap();
+            let q: Array4<f64> = Seeded(5).array((2, 4, 2, 5));
+            attention::decode(&typed(&q), &cache, &Options::new().mask(&Mask::causal())).unwrap().context
+        };
+        let want = widened(&answer(None));
+        assert!(want.iter().all(|x| x.is_finite()));
+        for bad in [f64::NAN, 1e30, f64::INFINITY] {
+            assert_bits(&format!("{n} tokens, {bad} beyond"), &widened(&answer(Some(bad))), &want);
+        }
+    }
+}
+
 #[test]
 fn unused_slots_never_matter() {
-    let bad = [f64::NAN, 1e30, f64::INFINITY];
-    for n in [1, 15, 16, 40, 63, 64, 65, 127] {
-        let want = answer(&filled(n));
-        for bad in bad {
-            let mut cache = KvCache::<f64>::new(SHAPE).unwrap();
-            cache.append(&Array4::from_elem((2, 2, 200, 5), bad), &Array4::from_elem((2, 2, 200, 3), bad)).unwrap();
-            cache.clear();
-            let (k, v) = tokens(1, n);
-            cache.append(&k, &v).unwrap();
-            assert_bits(&format!("{n} tokens, {bad} beyond"), &answer(&cache), &want);
-        }
+    unused::<f64>();
+    unused::<f32>();
+    #[cfg(feature = "half")]
+    unused::<half::f16>();
+    #[cfg(feature = "half")]
+    unused::<half::bf16>();
+}
+
+#[test]
+fn bytes_are_those_of_the_numbers() {
+    fn bytes<S: Storage>(num_kv_heads: usize) -> usize {
+        let shape = CacheShape { batch: 2, num_kv_heads, capacity: 128, head_dim: 24, value_dim: 20 };
+        KvCache::<S>::new(shape).unwrap().bytes()
+    }
+    // 2 pages for each entry: 64 keys of 24 numbers and values of 32 for each head, a cache line and a word for each head.
+    for heads in [1, 2, 8] {
+        let page = |size: usize| heads * 64 * (24 + 32) * size + 64 + 8 * heads;
+        assert_eq!([bytes::<f64>(heads), bytes::<f32>(heads)], [4 * page(8), 4 * page(4)]);
+        #[cfg(feature = "half")]
+        assert_eq!([bytes::<half::f16>(heads), bytes::<half::bf16>(heads)], [4 * page(2); 2]);
     }
 }
 

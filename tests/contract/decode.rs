@@ -139,7 +139,10 @@ impl Feed {
             }
             if let Some(ring) = ring {
                 #[cfg(feature = "half")]
-                self.check(KvCache::<half::bf16>::ring(ring).unwrap(), level, path, 2e-5);
+                {
+                    self.check(KvCache::<half::f16>::ring(ring).unwrap(), level, path, 2e-5);
+                    self.check(KvCache::<half::bf16>::ring(ring).unwrap(), level, path, 2e-5);
+                }
                 self.check(KvCache::<f64>::ring(ring).unwrap(), level, path, 1e-12);
                 self.check(KvCache::<f32>::ring(ring).unwrap(), level, path, 2e-5);
             }

@@ -33,6 +33,27 @@ fn b52_alibi_slopes() {
     assert!(Alibi::new(usize::MAX).slope(usize::MAX - 1).unwrap() > 0.0);
 }
 
+/// The paper's recipe (Press et al. 2021): of a power of two, `2^(-8 i / n)`; of other counts, those of the power below, and
+/// then every second one of the power above.
+#[test]
+fn b52_slopes_follow_the_paper_for_any_number_of_heads() {
+    fn recipe(n: usize) -> Vec<f64> {
+        if n.is_power_of_two() {
+            return (1..=n).map(|i| -8.0 * i as f64 / n as f64).collect();
+        }
+        let below = n.next_power_of_two() / 2;
+        let above = recipe(2 * below).into_iter().step_by(2).take(n - below);
+        recipe(below).into_iter().chain(above).collect()
+    }
+    for n in 1..=300 {
+        let (got, want) = (log2_slopes(n), recipe(n));
+        assert!(
+            got.iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-14),
+            "{n} heads: {got:?}, not {want:?}"
+        );
+    }
+}
+
 /// Two heads with queries of zero, as the last of `kv_len` tokens.
 fn b52(q_len: usize, kv_len: usize) -> Core {
     let mut core = Core::uniform(2, q_len, Array4::from_shape_fn((1, 2, kv_len, 1), |(_, _, j, _)| j as f64));

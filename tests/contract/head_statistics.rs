@@ -212,6 +212,29 @@ fn a_layer_has_the_statistics_of_its_weights() {
 }
 
 #[test]
+fn padding_at_the_start_changes_no_statistic() {
+    let (layer, x) = layer::<f64>();
+    let mha = layer.build::<f64>().unwrap();
+    // The second entry is the last four tokens of the first, behind three that are padding.
+    let mut x = x.slice(s![..1, .., ..]).to_owned();
+    let alone = x.slice(s![.., 3.., ..]).to_owned();
+    x.slice_mut(s![.., ..3, ..]).fill(1e3);
+    let ids = array![[5, 5, 5, 5, 6, 5, 6]];
+    let (mask, starts) = (Mask::causal() & Mask::key_ranges(std::slice::from_ref(&(3..7))), [3]);
+    let tokens = Tokens::new().ids(&ids).starts(&starts);
+    let padded = mha.head_statistics(&Inputs::new(&x), &Options::new().mask(&mask), &tokens).unwrap();
+
+    let (causal, ids) = (Mask::causal(), ids.slice(s![.., 3..]));
+    let options = Options::new().mask(&causal);
+    let want = mha.head_statistics(&Inputs::new(&alone), &options, &Tokens::new().ids(&ids)).unwrap();
+    assert_eq!(padded.queries, want.queries);
+    for ((name, got), (_, want)) in padded.columns().zip(want.columns()) {
+        assert!(got.iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-9), "{name}: {got}, not {want}");
+    }
+    assert!(want.first.iter().all(|&first| first > 0.01));
+}
+
+#[test]
 fn what_does_not_fit_is_named() {
     let weights = Array4::<f32>::ones((2, 1, 3, 4));
     let text =
@@ -219,6 +242,10 @@ fn what_does_not_fit_is_named() {
     assert_eq!(text(Array2::zeros((3, 4))), "ids: expected [batch, kv_len] = [2, 4], got [3, 4]");
     assert_eq!(text(Array2::zeros((1, 3))), "ids: expected [batch, kv_len] = [1, 4], got [1, 3]");
     assert!(HeadStatistics::of_weights(&weights, &Tokens::new().ids(&Array2::zeros((1, 4)))).is_ok());
+    let text = |starts: &[usize]| HeadStatistics::of_weights(&weights, &Tokens::new().starts(starts)).map(drop);
+    assert_eq!(text(&[0]).unwrap_err().to_string(), "starts: expected [batch] = [2], got [1]");
+    assert_eq!(text(&[4, 5]).unwrap_err().to_string(), "starts: expected no start above kv_len, got 5 of 4");
+    assert_eq!(text(&[4, 0]), Ok(()));
 
     let (q, k) = (Array4::<f32>::ones((2, 3, 3, 4)), Array4::ones((2, 2, 3, 4)));
     let text =

@@ -62,15 +62,15 @@ impl<'a, T: Element> Bias<'a, T> {
     }
 
     /// Prepares what is looked up row by row, in `room`, for a call of so many query heads.
-    /// Its distances are those of `span`.
-    pub(super) fn lay_out(&mut self, num_heads: usize, span: Span, room: &'a mut Vec<T>) -> Result<()> {
+    /// Its distances are those of the first span, later calls with the same room have those of the second.
+    pub(super) fn lay_out(&mut self, num_heads: usize, spans: [Span; 2], room: &'a mut Vec<T>) -> Result<()> {
         room.clear();
         let heads = if self.alibi.is_some() { num_heads } else { 0 };
         let too_large = || Error::TooLarge { argument: "alibi slopes", axes: "[num_heads]", got: vec![heads] };
         room.try_reserve_exact(heads).map_err(|_| too_large())?;
         room.extend((0..heads).map(|head| self.slope(head)));
         if let Some(table) = &mut self.table {
-            table.write_lines(span, room)?;
+            table.write_lines(spans, room)?;
         }
         let (slopes, lines) = room.split_at(heads);
         self.slopes = slopes;

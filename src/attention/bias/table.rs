@@ -28,10 +28,10 @@ impl<'a, T: Element> Table<'a, T> {
         Ok(Self { buckets, view, lines: &[], span: Span { lowest: 0, highest: 0 } })
     }
 
-    /// Appends the lines to `room`, for a call whose distances are those of `span`.
-    pub(super) fn write_lines(&mut self, span: Span, room: &mut Vec<T>) -> Result<()> {
+    /// Appends the lines to `room`, for a call whose distances are those of `span`; there will be room for `most`.
+    pub(super) fn write_lines(&mut self, [span, most]: [Span; 2], room: &mut Vec<T>) -> Result<()> {
         self.span = span.within(self.buckets.reach());
-        let (heads, length) = (self.view.ncols(), self.span.len());
+        let (heads, length) = (self.view.ncols(), most.within(self.buckets.reach()).len());
         let too_large =
             || Error::TooLarge { argument: "relative_bias", axes: "[num_heads, distances]", got: vec![heads, length] };
         let numbers = length.checked_mul(heads).ok_or_else(too_large)?;

@@ -8,7 +8,9 @@
 // A counting allocator cannot be written without it.
 #![allow(unsafe_code)]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod decode;
 
 use common::{Keep, Precision, Seeded, Way, assert_bits, typed, widened};
 use multihead::ndarray::{Array2, Array3, Array4, s};
@@ -74,6 +76,13 @@ fn pool(threads: usize) -> ThreadPool {
     pool
 }
 
+/// How many allocations `call` makes on the threads that are watched.
+fn allocations(call: impl FnOnce()) -> usize {
+    let before = CALLS.load(Relaxed);
+    call();
+    CALLS.load(Relaxed) - before
+}
+
 /// The call once, and then without an allocation.
 #[track_caller]
 fn allocates_nothing_again(what: &str, pool: &ThreadPool, mut call: impl FnMut() + Send) {
@@ -81,9 +90,7 @@ fn allocates_nothing_again(what: &str, pool: &ThreadPool, mut call: impl FnMut()
     pool.install(|| {
         call();
         for again in 1..=8 {
-            let before = CALLS.load(Relaxed);
-            call();
-            assert_eq!(CALLS.load(Relaxed) - before, 0, "{what}, {threads} threads, call {again} after the first");
+            assert_eq!(allocations(&mut call), 0, "{what}, {threads} threads, call {again} after the first");
         }
     });
 }
@@ -92,9 +99,7 @@ fn allocates_nothing_again(what: &str, pool: &ThreadPool, mut call: impl FnMut()
 fn the_counter_counts() {
     let _turn = TURN.lock();
     pool(1).install(|| {
-        let before = CALLS.load(Relaxed);
-        drop(std::hint::black_box(vec![1u8; 100]));
-        assert_eq!(CALLS.load(Relaxed) - before, 1);
+        assert_eq!(allocations(|| drop(std::hint::black_box(vec![1u8; 100]))), 1);
     });
 }
 

@@ -1,0 +1,142 @@
+//! A ring: it holds what its window sees, however it comes round, and says what it no longer has.
+
+use crate::common;
+
+use common::{Seeded, assert_bits, is_near, typed, widened};
+use multihead::attention::{self, NewTokens};
+#[cfg(feature = "half")]
+use multihead::half;
+use multihead::ndarray::{Array4, Axis, concatenate, s};
+use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage};
+
+/// A window of 100 lies in three pages, 192 slots: 93 tokens can be written at a time.
+const SHAPE: CacheShape = CacheShape { batch: 1, num_kv_heads: 2, capacity: 100, head_dim: 5, value_dim: 3 };
+
+/// Queries, keys and values of so many tokens.
+fn tokens(len: usize) -> [Array4<f64>; 3] {
+    let mut draws = Seeded(100);
+    [draws.array((1, 4, len, 5)) * 4.0, draws.array((1, 2, len, 5)), draws.array((1, 2, len, 3))]
+}
+
+/// Feeds the tokens `from..` chunk by chunk; returns the context of all of them.
+fn feed<S: Storage>(
+    ring: &mut KvCache<S>,
+    all: &[Array4<f64>; 3],
+    from: usize,
+    chunks: &[usize],
+) -> Array4<S::Element> {
+    let [q, k, v] = all.each_ref().map(|all| typed::<S::Element, _>(all));
+    let mut first = from;
+    let parts: Vec<_> = chunks
+        .iter()
+        .map(|n| {
+            let part = s![.., .., first..first + n, ..];
+            let (q, k, v) = (q.slice(part), k.slice(part), v.slice(part));
+            first += n;
+            attention::extend(&NewTokens { q: &q, k: &k, v: &v }, ring, &Options::new()).unwrap().context
+        })
+        .collect();
+    concatenate(Axis(2), &parts.iter().map(|part| part.view()).collect::<Vec<_>>()).unwrap()
+}
+
+fn wraps<S: Storage>(tolerance: f64) {
+    let all = tokens(500);
+    let [q, k, v] = &all;
+    let kept = |x: &Array4<f64>| x.mapv(|x| S::narrow(S::Element::from_f64(x)).widen().into_f64());
+    let mask = Mask::causal() & Mask::last_n(100);
+    let want = attention::forward(q, &kept(k), &kept(v), &Options::new().mask(&mask)).unwrap().context;
+    // Slot 191 is followed by slot 0: at position 192 and at 384, here at the end of a chunk, one behind it, in its middle,
+    // and twice in one chunk.
+    for chunks in
+        [&[192, 192, 116][..], &[191, 2, 307], &[150, 150, 1, 1, 198], &[500], &[99, 1, 93, 94, 213], &[1; 500]]
+    {
+        let mut ring = KvCache::<S>::ring(SHAPE).unwrap();
+        let bytes = ring.bytes();
+        let got = widened(&feed(&mut ring, &all, 0, chunks));
+        for (index, (&got, &want)) in got.iter().zip(&want).enumerate() {
+            assert!(is_near(got, want, tolerance), "{chunks:?}: {index} is {got}, not {want}");
+        }
+        assert_eq!((ring.lengths(), ring.positions(), ring.bytes()), (&[500][..], 308..500, bytes));
+        assert_eq!(widened(&ring.keys().unwrap()), kept(&k.slice(s![.., .., 308.., ..]).to_owned()));
+    }
+}
+
+#[test]
+fn a_ring_wraps_anywhere_in_a_chunk() {
+    wraps::<f64>(1e-12);
+    wraps::<f32>(2e-5);
+    #[cfg(feature = "half")]
+    wraps::<half::f16>(2e-5);
+    #[cfg(feature = "half")]
+    wraps::<half::bf16>(2e-5);
+}
+
+#[test]
+fn what_has_left_the_window_never_matters() {
+    let (clean, mut bad) = (tokens(400), tokens(400));
+    for (old, x) in [(f64::NAN, 0), (1e30, 1), (f64::INFINITY, 2)] {
+        for array in &mut bad[1..] {
+            array.slice_mut(s![.., .., 60 * x..60 * x + 60, ..]).fill(old);
+        }
+    }
+    // From position 279 on, no window reaches back to what is bad.
+    let mut rings = [(); 2].map(|()| KvCache::<f64>::ring(SHAPE).unwrap());
+    feed(&mut rings[0], &clean, 0, &[279]);
+    feed(&mut rings[1], &bad, 0, &[279]);
+    for chunks in [&[121][..], &[1; 121], &[93, 28]] {
+        let [want, got] = [&clean, &bad].map(|all| all.clone());
+        let mut forks = rings.each_ref().map(|ring| ring.fork().unwrap());
+        let want = feed(&mut forks[0], &want, 279, chunks);
+        assert_bits("after what is bad", &feed(&mut forks[1], &got, 279, chunks), &want);
+        assert!(want.iter().all(|x| x.is_finite()));
+    }
+}
+
+#[test]
+fn what_a_ring_has_overwritten_cannot_be_taken_back() {
+    let all = tokens(400);
+    let mut ring = KvCache::<f64>::ring(SHAPE).unwrap();
+    feed(&mut ring, &all, 0, &[300]);
+    let held = (ring.keys().unwrap(), ring.values().unwrap());
+    // Slots 108 to 299 are there, and the query at 207 sees 108.
+    for len in [206, 108, 0] {
+        let error = ring.truncate(len).unwrap_err();
+        assert_eq!(error, Error::Overwritten { entry: 0, lowest: 207, got: len });
+        assert!(error.to_string().contains("207") && error.to_string().contains(&len.to_string()), "{error}");
+        assert_eq!((ring.lengths(), (ring.keys().unwrap(), ring.values().unwrap())), (&[300][..], held.clone()));
+    }
+    ring.truncate(207).unwrap();
+    let mut whole = KvCache::<f64>::ring(SHAPE).unwrap();
+    let want = feed(&mut whole, &all, 0, &[207, 100]).slice(s![.., .., 207.., ..]).to_owned();
+    let got = feed(&mut ring, &all, 207, &[100]);
+    assert!(got.iter().zip(&want).all(|(&got, &want)| is_near(got, want, 1e-12)));
+    // A ring that has not come round forgets anything.
+    let mut young = KvCache::<f64>::ring(SHAPE).unwrap();
+    feed(&mut young, &all, 0, &[192]);
+    young.truncate(0).unwrap();
+    assert!(young.is_empty());
+    // Of entries with lengths of their own, none is changed where one cannot be.
+    let mut two = KvCache::<f64>::ring(CacheShape { batch: 2, ..SHAPE }).unwrap();
+    let kv = |width| Array4::<f64>::ones((2, 2, 300, width));
+    two.append_ragged(&kv(5), &kv(3), &[50, 300]).unwrap();
+    assert_eq!(two.truncate_ragged(&[10, 200]), Err(Error::Overwritten { entry: 1, lowest: 207, got: 200 }));
+    assert_eq!(two.lengths(), [50, 300]);
+    two.truncate_ragged(&[0, 250]).unwrap();
+    assert_eq!(two.lengths(), [0, 250]);
+}
+
+#[test]
+fn more_queries_than_windows_are_held_are_refused() {
+    let all = tokens(300);
+    let mut ring = KvCache::<f64>::ring(SHAPE).unwrap();
+    feed(&mut ring, &all, 0, &[300]);
+    // The last 93 tokens still have their windows, the one before has not.
+    let queries = |n: usize| all[0].slice(s![.., .., 300 - n.., ..]).to_owned();
+    let read = |n| attention::decode(&queries(n), &ring, &Options::new());
+    assert!(matches!(read(94), Err(Error::Overwritten { .. })), "{:?}", read(94).map(drop));
+    let [q, k, v] = &all;
+    let mask = Mask::causal() & Mask::last_n(100);
+    let want = attention::forward(q, k, v, &Options::new().mask(&mask)).unwrap().context;
+    let got = read(93).unwrap().context;
+    assert!(got.iter().zip(want.slice(s![.., .., 207.., ..])).all(|(&got, &want)| is_near(got, want, 1e-12)));
+}
