@@ -7,7 +7,7 @@ use common::core::Core;
 use common::gradients::{assert_same_gradients, gradient_ways, named, tiled_ways, widened_gradients};
 use common::layout::LAYOUTS;
 use common::{Keep, Precision, Seeded, Way, is_near, typed, widened};
-use multihead::ndarray::{Array1, Array2, Array4, Axis, array, s};
+use multihead::ndarray::{Array1, Array2, Array4, ArrayView4, Axis, array, s};
 use multihead::{Element, Gradients, HeadMap, Mask, Options, Path, Saved, Workspace, attention};
 
 const NAN: f64 = f64::NAN;
@@ -311,6 +311,35 @@ fn what_arrays_and_workspace_held_before_does_not_matter() {
             };
             assert_same_gradients(&way.to_string(), &got, &want);
         }
+    }
+}
+
+/// What nobody contributes to is zero, and not what the arrays held: queries of whole steps that see no key, keys and
+/// values of KV heads that no query head reads, and of whole blocks that no query sees.
+#[test]
+fn what_nobody_contributes_to_is_zero() {
+    let mut draws = Seeded(45);
+    // Aligned at the end, the first 236 queries come before the first key.
+    let (q, k) = (draws.array((1, 2, 300, 5)), draws.array((1, 3, 64, 5)));
+    let heads = HeadMap::explicit(&[0, 2], 3).unwrap();
+    let core = Core::new(q, k, draws.array((1, 3, 64, 3))).mask(Mask::causal()).heads(heads);
+    let d_context = draws.array((1, 2, 300, 3));
+    for way in gradient_ways() {
+        let got = core
+            .differentiated::<f64, _>(way, &d_context, |saved, d_context, options| {
+                let mut gradients = Gradients::zeros(saved, options)?;
+                gradients.d_q.fill(f64::NAN);
+                gradients.d_k.fill(f64::NAN);
+                gradients.d_v.fill(f64::NAN);
+                attention::backward_into(saved, d_context, options, &mut gradients, &mut Workspace::new())?;
+                Ok(gradients)
+            })
+            .unwrap();
+        let zero = |x: ArrayView4<'_, f64>| x.iter().all(|&x| x == 0.0);
+        assert!(zero(got.d_q.slice(s![.., .., ..236, ..])), "{way}");
+        assert!(zero(got.d_k.slice(s![.., 1..2, .., ..])) && zero(got.d_v.slice(s![.., 1..2, .., ..])), "{way}");
+        let all = [&got.d_q, &got.d_k, &got.d_v];
+        assert!(all.iter().all(|d| d.iter().all(|x| x.is_finite())), "{way}");
     }
 }
 
