@@ -34,7 +34,7 @@ use crate::element::Element;
 use crate::error::Result;
 use crate::kernels::{
     BackGroup, BackRoom, Cut, Dropped, KEYS, Kernels, MAX_ROWS, PANEL, Pair, Product, Relay, RelayItem, RowKey,
-    RowsAndKeys, Scoring, Start, Targets,
+    RowsAndKeys, Scoring, Start, Stride, Targets,
 };
 use crate::parallel;
 use ndarray::{ArrayView1, ArrayViewMut2, Axis, s};
@@ -374,8 +374,7 @@ impl<T: Element> Backward<'_, '_, T> {
                     n: panels.len() * PANEL,
                     k,
                     a: &a[row * width..],
-                    a_row: width,
-                    a_k: 1,
+                    a_stride: Stride::Rows(width),
                     b: &b[(offset + first) * k..],
                     b_panel: PANEL * k,
                     b_k: PANEL,
@@ -451,8 +450,7 @@ impl<T: Element> Backward<'_, '_, T> {
                     n: width,
                     k: seeing.len(),
                     a: &a[seeing.start * KEYS + first..],
-                    a_row: 1,
-                    a_k: KEYS,
+                    a_stride: Stride::Columns(KEYS),
                     b: &b[seeing.start * width..],
                     b_panel: PANEL,
                     b_k: width,
@@ -476,8 +474,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 n: if panels.is_empty() { 0 } else { width },
                 k: panels.len() * PANEL,
                 a: &queries.d[row * KEYS + first..],
-                a_row: KEYS,
-                a_k: 1,
+                a_stride: Stride::Rows(KEYS),
                 b: &block.keys[(offset + first) * width..],
                 b_panel: PANEL,
                 b_k: width,

@@ -29,7 +29,7 @@ use super::walk::Walk;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::heads::HeadMap;
-use crate::kernels::{KEYS, Kernels, MAX_ROWS, PANEL, Pair, Product, Start as From, aligned, reserve};
+use crate::kernels::{KEYS, Kernels, MAX_ROWS, PANEL, Pair, Product, Start as From, Stride, aligned, reserve};
 
 /// How large the room of a thread and the sums of a pair are.
 #[derive(Debug, Clone, Copy)]
@@ -226,8 +226,7 @@ impl<'a, T: Element> Tables<'_, 'a, T> {
                 n: stride,
                 k: head_dim,
                 a: &q[row * width..],
-                a_row: width,
-                a_k: 1,
+                a_stride: Stride::Rows(width),
                 b: panels,
                 b_panel: PANEL * head_dim,
                 b_k: PANEL,
@@ -296,17 +295,17 @@ impl<'a, T: Element> Tables<'_, 'a, T> {
             }
             return;
         }
-        let product = |[rows, k]: [usize; 2], a: &[T], [a_row, a_k]: [usize; 2], b: &[T], c: &mut [T]| {
+        let product = |[rows, k]: [usize; 2], a: &[T], a_stride: Stride, b: &[T], c: &mut [T]| {
             let (n, b_panel, b_k, c_row) = (width, PANEL, width, width);
-            self.kernels.multiply(Product { rows, n, k, a, a_row, a_k, b, b_panel, b_k, c, c_row, start: From::Add });
+            self.kernels.multiply(Product { rows, n, k, a, a_stride, b, b_panel, b_k, c, c_row, start: From::Add });
         };
         for row in (0..rows).step_by(MAX_ROWS) {
             let strip = MAX_ROWS.min(rows - row);
-            product([strip, span.len()], &d_line[row * stride..], [stride, 1], keys, &mut d_q[row * width..]);
+            product([strip, span.len()], &d_line[row * stride..], Stride::Rows(stride), keys, &mut d_q[row * width..]);
         }
         for n in (0..span.len()).step_by(MAX_ROWS) {
             let strip = MAX_ROWS.min(span.len() - n);
-            product([strip, rows], &d_line[n..], [1, stride], q, &mut d_keys[n * width..]);
+            product([strip, rows], &d_line[n..], Stride::Columns(stride), q, &mut d_keys[n * width..]);
         }
     }
 

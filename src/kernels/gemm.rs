@@ -36,7 +36,7 @@ use super::dots::{Dots, MAX_DOT_ROWS};
 use super::real::Real;
 use super::scratch::aligned;
 use super::table::Kernels;
-use super::tile::{Ahead, MAX_ROWS, Start, Tile};
+use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
 use super::{KEYS, PANEL};
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use std::ops::Range;
@@ -202,8 +202,8 @@ impl<T: Real> Kernels<T> {
         }
     }
 
-    /// The rows of `x` one after the other, or its columns: a copy, unless too few columns use it to pay for that and the micro-kernel
-    /// can walk `x` as it is. (Rows that are a power of two apart meet in the same few places of the cache.)
+    /// The rows of `x` one after the other, or its columns: a copy, unless too few columns use it to pay for that and the
+    /// micro-kernel can walk `x` as it is. (Rows that are a power of two apart meet in the same few places of the cache.)
     fn broadcast_operand<'a>(&self, x: ArrayView2<'a, T>, columns: usize, copy: &'a mut [T]) -> ArrayView2<'a, T> {
         let walkable = is_forward(&x) && (is_unit(&x, 0) || is_unit(&x, 1));
         if walkable && (x.nrows() <= self.few_rows || columns <= NARROW) {
@@ -241,13 +241,14 @@ impl<T: Real> Kernels<T> {
     /// `out (+)= a b`, by groups of rows.
     ///
     /// # Safety
-    /// No stride of `a` is negative. `b` has as many rows as `a` has columns and is readable up to the last column of
-    /// `out`, rounded up to a whole panel. The rows of `out` are contiguous, one after the other.
+    /// No stride of `a` is negative, and its rows or its columns are contiguous. `b` has as many rows as `a` has columns
+    /// and is readable up to the last column of `out`, rounded up to a whole panel. The rows of `out` are contiguous, one after the other.
     unsafe fn product(&self, a: ArrayView2<'_, T>, b: Panels<T>, mut out: ArrayViewMut2<'_, T>, start: Start) {
         let (rows, n) = out.dim();
         // Groups of nearly equal size: one row alone would leave the multipliers waiting for each other.
         let groups = rows.div_ceil(MAX_ROWS);
-        let [a_row, a_k] = [0, 1].map(|axis| a.strides()[axis].unsigned_abs());
+        let [row, column] = [0, 1].map(|axis| a.strides()[axis].unsigned_abs());
+        let a_stride = if is_unit(&a, 1) { Stride::Rows(row) } else { Stride::Columns(column) };
         let c_row = out.strides()[0].unsigned_abs();
         for group in 0..groups {
             let (first, end) = (rows * group / groups, rows * (group + 1) / groups);
@@ -257,9 +258,8 @@ impl<T: Real> Kernels<T> {
                     rows: end - first,
                     n,
                     k: a.ncols(),
-                    a: a.as_ptr().add(first * a_row),
-                    a_row,
-                    a_k,
+                    a: a.as_ptr().add(first * row),
+                    a_stride,
                     b: b.data,
                     b_panel: b.panel,
                     b_k: b.k,

@@ -86,7 +86,7 @@ pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
-pub(crate) use tile::{MAX_ROWS, Product, Start};
+pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
 
 /// Columns of a panel, at every level and for both types.
 pub(crate) const PANEL: usize = 16;

@@ -15,7 +15,7 @@ use super::real::Real;
 use super::softmax::Softmax;
 use super::step::{Group, KeyTile, extent};
 use super::table::{Kernels, VALUES_PANEL, values_len};
-use super::tile::{Ahead, MAX_ROWS, Start, Tile};
+use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
 use super::{KEYS, PANEL};
 use std::ptr;
 
@@ -44,8 +44,7 @@ impl<T: Real> Kernels<T> {
             n: KEYS,
             k: head_dim,
             a: q.as_ptr(),
-            a_row: q_row,
-            a_k: 1,
+            a_stride: Stride::Rows(q_row),
             b: k.as_ptr(),
             b_panel: head_dim * PANEL,
             b_k: PANEL,
@@ -75,8 +74,7 @@ impl<T: Real> Kernels<T> {
             n: width,
             k: KEYS,
             a: p.as_ptr(),
-            a_row: KEYS,
-            a_k: 1,
+            a_stride: Stride::Rows(KEYS),
             b: v.as_ptr(),
             b_panel: VALUES_PANEL,
             b_k: PANEL,

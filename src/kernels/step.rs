@@ -14,7 +14,7 @@ use super::operand::Operand;
 use super::real::Real;
 use super::softmax::{Softmax, key_bits};
 use super::table::{Kernels, VALUES_PANEL, values_len};
-use super::tile::{Ahead, MAX_ROWS, Start, Tile};
+use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
 use super::values::Values;
 use super::{KEYS, PANEL};
 use std::ops::Range;
@@ -187,8 +187,7 @@ impl<T: Real> Kernels<T> {
                 n: columns.len(),
                 k: head_dim,
                 a: q.as_ptr(),
-                a_row: q_row,
-                a_k: 1,
+                a_stride: Stride::Rows(q_row),
                 b: ptr::null(),
                 b_panel: panel,
                 b_k: PANEL,
@@ -279,8 +278,7 @@ impl<T: Real> Kernels<T> {
                     n: width,
                     k: keys.len(),
                     a: p.as_ptr().add(keys.start),
-                    a_row: KEYS,
-                    a_k: 1,
+                    a_stride: Stride::Rows(KEYS),
                     b: ptr::null(),
                     b_panel: VALUES_PANEL,
                     b_k: PANEL,
