@@ -116,34 +116,36 @@ pub(crate) unsafe fn tile<
 ) {
     // A single row asks for so much by itself that memory has no time for more.
     let ahead = t.ahead.share > 0 && t.rows > 1;
-    // SAFETY: the contract is handed on; MR is the number of rows.
+    // SAFETY: the contract is handed on; MR is the number of rows, or the numbers of parts of them.
     unsafe {
         match (t.a_stride, t.rows, ahead) {
-            (Stride::Rows(_), 1, _) => strip::<S, B, 1, NV, WIDEST, false, false>(s, t),
-            (Stride::Rows(_), 2, false) => strip::<S, B, 2, NV, WIDE, false, false>(s, t),
-            (Stride::Rows(_), 3, false) => strip::<S, B, 3, NV, WIDE, false, false>(s, t),
-            (Stride::Rows(_), 4, false) => strip::<S, B, 4, NV, NV, false, false>(s, t),
-            (Stride::Rows(_), 5, false) => strip::<S, B, 5, NV, NV, false, false>(s, t),
-            (Stride::Rows(_), _, false) => strip::<S, B, MAX_ROWS, NV, NV, false, false>(s, t),
-            (Stride::Rows(_), 2, true) => strip::<S, B, 2, NV, WIDE, false, true>(s, t),
-            (Stride::Rows(_), 3, true) => strip::<S, B, 3, NV, WIDE, false, true>(s, t),
-            (Stride::Rows(_), 4, true) => strip::<S, B, 4, NV, MEDIUM, false, true>(s, t),
-            (Stride::Rows(_), 5, true) => strip::<S, B, 5, NV, NV, false, true>(s, t),
-            (Stride::Rows(_), _, true) => strip::<S, B, MAX_ROWS, NV, NV, false, true>(s, t),
-            (Stride::Columns(_), 1, _) => strip::<S, B, 1, NV, WIDEST, true, false>(s, t),
-            (Stride::Columns(_), 2, _) => strip::<S, B, 2, NV, WIDE, true, false>(s, t),
-            (Stride::Columns(_), 3, _) => strip::<S, B, 3, NV, WIDE, true, false>(s, t),
-            (Stride::Columns(_), 4, _) => strip::<S, B, 4, NV, NV, true, false>(s, t),
-            (Stride::Columns(_), 5, _) => strip::<S, B, 5, NV, NV, true, false>(s, t),
-            (Stride::Columns(_), _, _) => strip::<S, B, MAX_ROWS, NV, NV, true, false>(s, t),
+            (Stride::Rows(_), 1, _) => strip::<S, B, 1, NV, WIDEST, false, false>(s, t, 0),
+            (Stride::Rows(_), 2, false) => strip::<S, B, 2, NV, WIDE, false, false>(s, t, 0),
+            (Stride::Rows(_), 3, false) => strip::<S, B, 3, NV, WIDE, false, false>(s, t, 0),
+            (Stride::Rows(_), 4, false) => strip::<S, B, 4, NV, NV, false, false>(s, t, 0),
+            (Stride::Rows(_), 5, false) => strip::<S, B, 5, NV, NV, false, false>(s, t, 0),
+            (Stride::Rows(_), _, false) => strip::<S, B, MAX_ROWS, NV, NV, false, false>(s, t, 0),
+            (Stride::Rows(_), 2, true) => strip::<S, B, 2, NV, WIDE, false, true>(s, t, 0),
+            (Stride::Rows(_), 3, true) => strip::<S, B, 3, NV, WIDE, false, true>(s, t, 0),
+            (Stride::Rows(_), 4, true) => strip::<S, B, 4, NV, MEDIUM, false, true>(s, t, 0),
+            (Stride::Rows(_), 5, true) => strip::<S, B, 5, NV, NV, false, true>(s, t, 0),
+            (Stride::Rows(_), _, true) => strip::<S, B, MAX_ROWS, NV, NV, false, true>(s, t, 0),
+            // Whoever has a transposed matrix cuts it to groups of five and six, but for what is too small to matter.
+            (Stride::Columns(_), 5, _) => strip::<S, B, 5, NV, NV, true, false>(s, t, 0),
+            (Stride::Columns(_), MAX_ROWS, _) => strip::<S, B, MAX_ROWS, NV, NV, true, false>(s, t, 0),
+            (Stride::Columns(_), rows, _) => {
+                for row in 0..rows {
+                    strip::<S, B, 1, NV, WIDEST, true, false>(s, t, row);
+                }
+            }
         }
     }
 }
 
-/// Walks the columns: blocks of `WIDE` vectors, blocks of `NV`, then one block of as many vectors as are left.
+/// Walks the columns of `MR` rows from `first` on: blocks of `WIDE` vectors, blocks of `NV`, then what is left.
 ///
 /// # Safety
-/// As [`tile`], with `MR == rows`.
+/// As [`tile`], with `first + MR <= rows`.
 #[inline(always)]
 unsafe fn strip<
     S: Widen<B>,
@@ -156,6 +158,7 @@ unsafe fn strip<
 >(
     s: S,
     t: &Tile<S::Elem, B>,
+    first: usize,
 ) {
     let mut column = 0;
     // SAFETY: each block starts below n and holds at most the vectors up to the next multiple of LANES, which divides
@@ -164,28 +167,32 @@ unsafe fn strip<
         let left = |column: usize| (t.n - column) / S::LANES;
         // A single vector at the end would leave the multipliers waiting.
         while WIDE > NV && left(column) >= WIDE && left(column) != WIDE + 1 {
-            block::<S, B, MR, WIDE, false, COLUMNS, AHEAD>(s, t, column);
+            block::<S, B, MR, WIDE, false, COLUMNS, AHEAD>(s, t, first, column);
             column += WIDE * S::LANES;
         }
-        while t.n - column >= NV * S::LANES {
-            block::<S, B, MR, NV, false, COLUMNS, AHEAD>(s, t, column);
+        while left(column) >= NV {
+            block::<S, B, MR, NV, false, COLUMNS, AHEAD>(s, t, first, column);
             column += NV * S::LANES;
         }
-        match (t.n - column).div_ceil(S::LANES) {
-            0 => {}
-            1 => block::<S, B, MR, 1, true, COLUMNS, AHEAD>(s, t, column),
-            2 => block::<S, B, MR, 2, true, COLUMNS, AHEAD>(s, t, column),
-            3 if NV > 2 => block::<S, B, MR, 3, true, COLUMNS, AHEAD>(s, t, column),
-            _ => block::<S, B, MR, NV, true, COLUMNS, AHEAD>(s, t, column),
+        if NV > 2 && left(column) >= 2 {
+            block::<S, B, MR, 2, false, COLUMNS, AHEAD>(s, t, first, column);
+            column += 2 * S::LANES;
+        }
+        if left(column) == 1 {
+            block::<S, B, MR, 1, false, COLUMNS, AHEAD>(s, t, first, column);
+            column += S::LANES;
+        }
+        if column < t.n {
+            block::<S, B, MR, 1, true, COLUMNS, AHEAD>(s, t, first, column);
         }
     }
 }
 
-/// One register block at `column`. With `EDGE`, only columns below `n` of `c` are touched.
+/// One register block at row `first` and `column`. With `EDGE`, only columns below `n` of `c` are touched.
 ///
 /// # Safety
-/// As [`tile`], with `MR == rows`; `column` is a multiple of `LANES` where a full block began, and without `EDGE` the
-/// block ends at or before `n`.
+/// As [`tile`], with `first + MR <= rows`; `column` is a multiple of `LANES`, and without `EDGE` the block ends at or
+/// before `n`.
 #[inline(always)]
 unsafe fn block<
     S: Widen<B>,
@@ -198,6 +205,7 @@ unsafe fn block<
 >(
     s: S,
     t: &Tile<S::Elem, B>,
+    first: usize,
     column: usize,
 ) {
     let lanes = |v: usize| if EDGE { (t.n - column).saturating_sub(v * S::LANES).min(S::LANES) } else { S::LANES };
@@ -207,7 +215,7 @@ unsafe fn block<
         if t.start == Start::Add {
             for i in 0..MR {
                 for v in 0..NV {
-                    let c = t.c.add(i * t.c_row + column + v * S::LANES);
+                    let c = t.c.add((first + i) * t.c_row + column + v * S::LANES);
                     sum[i][v] = if lanes(v) == S::LANES { s.load(c) } else { s.load_partial(c, lanes(v)) };
                 }
             }
@@ -228,17 +236,19 @@ unsafe fn block<
         b_k: t.b_k,
         ahead: if AHEAD { NV * S::LANES * size_of::<B>() / lines::<S, B, NV>() / ahead_share } else { 0 },
     };
-    let mut at = At { a: t.a, b: t.b, ahead: t.ahead.from };
+    let mut at = At { a: t.a.wrapping_add(first * a_row), b: t.b, ahead: t.ahead.from };
     if AHEAD {
         at.ahead = at.ahead.wrapping_add(column * t.k * size_of::<B>() / ahead_share);
     }
     // SAFETY: rows below MR of `a` and NV vectors of `b` are readable for each of the k terms (contract). A block begins
     // at a panel, or lies inside one if NV vectors are less than a panel.
     unsafe {
-        if !EDGE {
+        // Of few rows and columns, the addresses are a smaller part, and what reads ahead waits for memory anyway.
+        let unrolled = MR >= 4 && NV >= 2 && !AHEAD;
+        if unrolled {
             terms::<S, B, MR, NV, AHEAD, UNROLL>(s, t.k / UNROLL, &strides, &mut at, &mut sum);
         }
-        let left = if EDGE { t.k } else { t.k % UNROLL };
+        let left = if unrolled { t.k % UNROLL } else { t.k };
         terms::<S, B, MR, NV, AHEAD, 1>(s, left, &strides, &mut at, &mut sum);
     }
 
@@ -246,7 +256,7 @@ unsafe fn block<
         for v in 0..NV {
             // SAFETY: as for the loads of `c` above.
             unsafe {
-                let c = t.c.add(i * t.c_row + column + v * S::LANES);
+                let c = t.c.add((first + i) * t.c_row + column + v * S::LANES);
                 if lanes(v) == S::LANES {
                     s.store(c, sum[i][v]);
                 } else {

@@ -61,7 +61,7 @@ fn several_blocks_and_tiles() {
     ];
     for (heads, mask) in maps.map(Result::unwrap).iter().zip(masks.iter().cycle().skip(1)) {
         for (index, (buckets, clip)) in kinds.into_iter().enumerate() {
-            let (core, d_context) = long(heads, 230, 600, index as u64);
+            let (core, d_context) = long(heads, 120, 600, index as u64);
             let mut core = core.mask(mask.clone());
             core.distances = tables(heads.num_heads(), buckets, clip, 7);
             check(&format!("{heads:?} {mask} {buckets:?} {clip:?}"), &core, &d_context);
