@@ -8,6 +8,9 @@
 use super::real::Real;
 use num_traits::Zero;
 
+/// Bytes of a cache line.
+pub(super) const LINE: usize = 64;
+
 /// Operations on vectors of [`Simd::LANES`] numbers.
 ///
 /// `max` and `min` return `b` if either operand is NaN, as on x86, so `max(x, best)` skips NaN and `max(floor, x)`

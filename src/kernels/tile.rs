@@ -24,11 +24,8 @@
 
 use super::PANEL;
 use super::real::Real;
-use super::simd::{Simd, Widen};
+use super::simd::{LINE, Simd, Widen};
 use super::table::Kernels;
-
-/// Bytes of a cache line.
-const LINE: usize = 64;
 
 /// Rows of the largest register block.
 pub(crate) const MAX_ROWS: usize = 6;
