@@ -77,10 +77,9 @@ impl<'a, T> WeightGradient<'a, T> {
     }
 }
 
-/// Rows and columns of a block. W is packed once for all rows of a block, which costs 9 % of 128 rows and half of that of
-/// 256 (Zen 3, 512 x 512 weights).
+/// Rows of a block. W is packed once for all of them, which costs 9 % of 128 rows and half of that of 256 (Zen 3, 512 x 512
+/// weights).
 const BLOCK_ROWS: [usize; 2] = [256, 128];
-const BLOCK_COLUMNS: usize = 256;
 
 /// Blocks that the larger number of rows must leave, for threads to share.
 const FEWEST_BLOCKS: usize = 8;
@@ -198,14 +197,16 @@ fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3],
     let mut items = 0;
     let mut room = 0;
     let [most, fewer] = BLOCK_ROWS;
-    let blocks = |y: &ArrayViewMut2<'_, T>| y.nrows().div_ceil(most) * y.ncols().div_ceil(BLOCK_COLUMNS);
+    let columns = |y: &ArrayViewMut2<'_, T>| kernels.block_columns(y.nrows(), y.ncols());
+    let blocks = |y: &ArrayViewMut2<'_, T>| y.nrows().div_ceil(most) * y.ncols().div_ceil(columns(y));
     let enough = products.iter().flatten().map(|product| blocks(&product.y)).sum::<usize>() >= FEWEST_BLOCKS;
     let rows = if enough { most } else { fewer };
     let jobs = products.map(|product| {
         let Product { linear, y, then } = product?;
         work += 2.0 * linear.x.len() as f64 * linear.w.ncols() as f64 + FLOP_PER_WEIGHT * linear.w.len() as f64;
-        room = room.max(block_scratch(&y, rows, BLOCK_COLUMNS, linear.w.nrows()));
-        let blocks = Blocks::new(y, rows, BLOCK_COLUMNS);
+        let columns = columns(&y);
+        room = room.max(block_scratch(&y, rows, columns, linear.w.nrows()));
+        let blocks = Blocks::new(y, rows, columns);
         items += blocks.len();
         Some((linear, blocks, then))
     });

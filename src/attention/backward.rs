@@ -34,7 +34,7 @@ use crate::element::Element;
 use crate::error::Result;
 use crate::kernels::{
     BackGroup, BackRoom, Cut, Dropped, KEYS, Kernels, MAX_ROWS, PANEL, Pair, Product, Relay, RelayItem, RowKey,
-    RowsAndKeys, Scoring, Start, Stride, Targets,
+    RowsAndKeys, Scoring, Start, Stride, Targets, fetch,
 };
 use crate::parallel;
 use ndarray::{ArrayView1, ArrayViewMut2, Axis, s};
@@ -542,6 +542,12 @@ fn add_to_bias<T: Element>(
         match to.as_slice_mut() {
             Some(to) => to.iter_mut().zip(d_scores).for_each(|(to, &x)| *to += x),
             None => to += &ArrayView1::from(d_scores),
+        }
+        // The next group comes after the products of its own: time enough.
+        if i + MAX_ROWS < d_bias.nrows()
+            && let Some(next) = d_bias.slice(s![i + MAX_ROWS, offset + keys.start..offset + keys.end]).as_slice()
+        {
+            fetch(next);
         }
     }
 }

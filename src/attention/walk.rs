@@ -322,6 +322,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// `[rows][64]`, zeros beyond the keys.
     pub(super) fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
+        // The next group comes after the products of this one: time enough.
+        for row in rows.end..self.rows.min(rows.end + MAX_ROWS) {
+            let (head, i) = self.row(row);
+            from.fetch(self.score_row(head, i), keys.clone());
+        }
         for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
             let (head, i) = self.row(row);
             let (visible, beyond) = to.split_at_mut(keys.len());

@@ -57,6 +57,11 @@ const NARROW: usize = 2 * STRIP;
 /// Rows of `w` that are read together if it is not packed.
 const STREAMS: usize = 8;
 
+/// Columns of a block that an output should be cut into. The CPU learns anew for each row of a `w` that is read where it is
+/// how the row goes on: one token of 1024 columns takes 30 % less with 512 at a time (Zen 3).
+const BLOCK_COLUMNS: usize = 256;
+const FEW_ROWS_COLUMNS: usize = 512;
+
 /// Elements of scratch for the operands of a block of so many rows and terms: a strip and its part of `x`, or all of the
 /// few rows whose inner products are taken.
 fn operand_scratch(rows: usize, terms: usize) -> usize {
@@ -84,6 +89,13 @@ pub(crate) struct Linear<'a, T> {
 }
 
 impl<T: Real> Kernels<T> {
+    /// How many columns a block of an output of that shape should have.
+    pub(crate) fn block_columns(&self, rows: usize, columns: usize) -> usize {
+        let most = if rows <= self.few_rows { FEW_ROWS_COLUMNS } else { BLOCK_COLUMNS };
+        // Two blocks at least, as long as they are not narrow.
+        columns.div_ceil(2).next_multiple_of(STRIP).clamp(BLOCK_COLUMNS, most)
+    }
+
     /// `out (+)= x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides, and is read only if
     /// it is added to.
     ///

@@ -11,6 +11,24 @@ use num_traits::Zero;
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
 
+#[inline(always)]
+fn prefetch(p: *const u8) {
+    // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
+/// Asks memory for numbers that are needed soon, where the CPU cannot guess that.
+pub(crate) fn fetch<T>(numbers: &[T]) {
+    for offset in (0..size_of_val(numbers)).step_by(LINE) {
+        prefetch(numbers.as_ptr().cast::<u8>().wrapping_add(offset));
+    }
+}
+
 /// Operations on vectors of [`Simd::LANES`] numbers.
 ///
 /// `max` and `min` return `b` if either operand is NaN, as on x86, so `max(x, best)` skips NaN and `max(floor, x)`
@@ -79,13 +97,7 @@ pub(crate) trait Simd: Copy {
     /// Asks for a line of memory, to the second-level cache. Any address will do: nothing is read.
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
-        // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
-        #[cfg(target_arch = "x86_64")]
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(p.cast());
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = p;
+        prefetch(p);
     }
 
     /// Transposes a block of `LANES x LANES`: [`transpose`] with the constant filled in.

@@ -1,9 +1,11 @@
 //! The bias as an array: `[batch, num_heads, q_len, kv_len]`, any axis may have length 1 and stands for all then.
 
 use ndarray::ArrayView4;
+use std::ops::Range;
 
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::kernels::fetch;
 
 /// An array whose shape fits the call.
 #[derive(Clone, Copy)]
@@ -36,14 +38,24 @@ impl<'a, T: Element> Dense<'a, T> {
 
     /// What is added to the scores of query i and the keys from `first` on.
     pub(super) fn copy(&self, [entry, head, i]: [usize; 3], first: usize, to: &mut [T]) {
-        let [_, heads, rows, keys] = self.shape;
-        match self.slice {
-            Some(slice) if keys > 1 => {
-                let row = (self.at(0, entry) * heads + self.at(1, head)) * rows + self.at(2, i);
-                to.copy_from_slice(&slice[row * keys + first..][..to.len()]);
-            }
-            _ => to.iter_mut().enumerate().for_each(|(j, to)| *to = self.get([entry, head, i], first + j)),
+        match self.row([entry, head, i]) {
+            Some(row) => to.copy_from_slice(&row[first..][..to.len()]),
+            None => to.iter_mut().enumerate().for_each(|(j, to)| *to = self.get([entry, head, i], first + j)),
         }
+    }
+
+    /// Asks memory for what a copy will take.
+    pub(super) fn fetch(&self, index: [usize; 3], keys: Range<usize>) {
+        if let Some(row) = self.row(index) {
+            fetch(&row[keys]);
+        }
+    }
+
+    /// The keys of a query, if they are neighbours in memory.
+    fn row(&self, [entry, head, i]: [usize; 3]) -> Option<&'a [T]> {
+        let [_, heads, rows, keys] = self.shape;
+        let row = (self.at(0, entry) * heads + self.at(1, head)) * rows + self.at(2, i);
+        self.slice.filter(|_| keys > 1).map(|slice| &slice[row * keys..][..keys])
     }
 }
 

@@ -14,6 +14,8 @@ mod table;
 use dense::Dense;
 pub(crate) use table::Table;
 
+use std::ops::Range;
+
 use super::Options;
 use super::distance::Span;
 use super::problem::Dims;
@@ -105,6 +107,13 @@ impl<'a, T: Element> Bias<'a, T> {
             sum += table.get(head, distance);
         }
         sum
+    }
+
+    /// Asks memory for what a copy will take, where the rows of an array are too far apart for the CPU to guess it.
+    pub(crate) fn fetch(&self, row: ScoreRow, keys: Range<usize>) {
+        if let Some(dense) = &self.dense {
+            dense.fetch([row.entry, row.head, row.i], keys);
+        }
     }
 
     /// What is added to the scores of a row and the keys from `first` on.
