@@ -10,8 +10,8 @@
 //! result do not depend on how rows and columns are cut into tiles.
 //!
 //! A register block is MR rows by NV vectors: 6 x 4 with the 32 registers of AVX-512 and aarch64, 6 x 2 with 16. To see that
-//! the accumulators of a level stay in registers (four times 24 multiply-adds per turn of the loop, four times 12 with AVX2,
-//! and no vector moved to the stack):
+//! the accumulators of a level stay in registers (24 multiply-adds per turn of the loop, four times 12 with AVX2, and no
+//! vector moved to the stack):
 //!
 //! ```text
 //! cargo rustc --release --lib -- --emit asm -C codegen-units=1
@@ -93,10 +93,11 @@ pub(crate) enum Start {
     Add,
 }
 
-/// Runs a product with register blocks of up to 6 rows and `NV` vectors; of one row and `WIDEST` vectors or of two or three
-/// rows and `WIDE` vectors, where `n` is that large: with fewer accumulators the multipliers would wait for each other.
-/// Four rows that wait for memory have blocks of `MEDIUM` vectors, since as many accumulators as the multipliers need
-/// leave none to catch up with after a load that came late (AVX2, one thread: 0.73 to 0.82 of the bandwidth).
+/// Runs a product with register blocks of up to 6 rows and `NV` vectors; of one row and `WIDEST` vectors or of two rows and
+/// `WIDE`, where `n` is that large: with fewer accumulators the multipliers would wait for each other. Three rows have
+/// `MEDIUM` vectors, the most that leave registers for the operands, and so have four that wait for memory: as many
+/// accumulators as the multipliers need leave none to catch up with after a load that came late (AVX2, one thread: 0.73 to
+/// 0.82 of the bandwidth).
 ///
 /// # Safety
 /// - `1 <= rows <= MAX_ROWS`;
@@ -121,12 +122,12 @@ pub(crate) unsafe fn tile<
         match (t.a_stride, t.rows, ahead) {
             (Stride::Rows(_), 1, _) => strip::<S, B, 1, NV, WIDEST, false, false>(s, t, 0),
             (Stride::Rows(_), 2, false) => strip::<S, B, 2, NV, WIDE, false, false>(s, t, 0),
-            (Stride::Rows(_), 3, false) => strip::<S, B, 3, NV, WIDE, false, false>(s, t, 0),
+            (Stride::Rows(_), 3, false) => strip::<S, B, 3, NV, MEDIUM, false, false>(s, t, 0),
             (Stride::Rows(_), 4, false) => strip::<S, B, 4, NV, NV, false, false>(s, t, 0),
             (Stride::Rows(_), 5, false) => strip::<S, B, 5, NV, NV, false, false>(s, t, 0),
             (Stride::Rows(_), _, false) => strip::<S, B, MAX_ROWS, NV, NV, false, false>(s, t, 0),
             (Stride::Rows(_), 2, true) => strip::<S, B, 2, NV, WIDE, false, true>(s, t, 0),
-            (Stride::Rows(_), 3, true) => strip::<S, B, 3, NV, WIDE, false, true>(s, t, 0),
+            (Stride::Rows(_), 3, true) => strip::<S, B, 3, NV, MEDIUM, false, true>(s, t, 0),
             (Stride::Rows(_), 4, true) => strip::<S, B, 4, NV, MEDIUM, false, true>(s, t, 0),
             (Stride::Rows(_), 5, true) => strip::<S, B, 5, NV, NV, false, true>(s, t, 0),
             (Stride::Rows(_), _, true) => strip::<S, B, MAX_ROWS, NV, NV, false, true>(s, t, 0),
@@ -243,8 +244,9 @@ unsafe fn block<
     // SAFETY: rows below MR of `a` and NV vectors of `b` are readable for each of the k terms (contract). A block begins
     // at a panel, or lies inside one if NV vectors are less than a panel.
     unsafe {
-        // Of few rows and columns, the addresses are a smaller part, and what reads ahead waits for memory anyway.
-        let unrolled = MR >= 4 && NV >= 2 && !AHEAD;
+        // Of wider blocks the addresses are a smaller part (and with AVX-512 the compiler would fetch the factors of four
+        // terms at once, for which it has no registers); of few rows too, and what reads ahead waits for memory anyway.
+        let unrolled = MR >= 4 && NV == 2 && !AHEAD;
         if unrolled {
             terms::<S, B, MR, NV, AHEAD, UNROLL>(s, t.k / UNROLL, &strides, &mut at, &mut sum);
         }
