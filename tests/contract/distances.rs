@@ -202,6 +202,16 @@ fn distances_are_what_an_array_says() {
 }
 
 #[test]
+fn a_table_that_reaches_farther_than_memory_takes_room_for_the_distances_there_are() {
+    let mut draws = Seeded(8);
+    let (q, k, v) = (draws.array((1, 2, 12, 8)), draws.array((1, 1, 4, 8)), draws.array((1, 1, 4, 3)));
+    let mut core = Core::new(q, k, v).mask(Mask::causal_offset(usize::MAX));
+    core.distances.bias = Some((Buckets::T5 { count: 32, max_distance: 1 << 50 }, draws.array((32, 2)) * 4.0));
+    let want = core.oracle();
+    core.everywhere(|run| run.agrees(&want, Within(1e-4, 1e-11)));
+}
+
+#[test]
 fn relative_keys_are_capped_with_the_product() {
     let mut draws = Seeded(3);
     let (q, k, v) = (draws.array((1, 2, 3, 4)) * 6.0, draws.array((1, 1, 70, 4)) * 6.0, draws.array((1, 1, 70, 2)));

@@ -31,11 +31,16 @@ impl<'a, T: Element> Table<'a, T> {
     /// Appends the lines to `room`, for a call whose distances are those of `span`; there will be room for `most`.
     pub(super) fn write_lines(&mut self, [span, most]: [Span; 2], room: &mut Vec<T>) -> Result<()> {
         self.span = span.within(self.buckets.reach());
-        let (heads, length) = (self.view.ncols(), most.within(self.buckets.reach()).len());
-        let too_large =
-            || Error::TooLarge { argument: "relative_bias", axes: "[num_heads, distances]", got: vec![heads, length] };
-        let numbers = length.checked_mul(heads).ok_or_else(too_large)?;
-        room.try_reserve_exact(numbers).map_err(|_| too_large())?;
+        let heads = self.view.ncols();
+        let reserve = |length: usize, room: &mut Vec<T>| {
+            let reserved = length.checked_mul(heads).is_some_and(|numbers| room.try_reserve_exact(numbers).is_ok());
+            let axes = "[num_heads, distances]";
+            let too_large = || Error::TooLarge { argument: "relative_bias", axes, got: vec![heads, length] };
+            if reserved { Ok(()) } else { Err(too_large()) }
+        };
+        // Room for later calls is welcome; where it cannot be had, what this one needs will do.
+        let later = most.within(self.buckets.reach()).len();
+        reserve(later, room).or_else(|_| reserve(self.span.len(), room))?;
         for column in self.view.columns() {
             let distances = self.span.lowest..=self.span.highest;
             room.extend(distances.map(|distance| column[self.buckets.bucket(distance)]));
