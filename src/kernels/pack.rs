@@ -11,7 +11,7 @@
 //! whether every number is finite, since a tile of values that is not has to be multiplied with care.
 
 use super::PANEL;
-use super::simd::{Block, LINE, Simd};
+use super::simd::{Block, LINE, Simd, prefetch};
 use num_traits::Zero;
 
 /// A strided matrix and where its copy goes. Strides count elements and may be negative.
@@ -93,7 +93,7 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
             while a.column == 1 && columns - column >= 4 * S::LANES {
                 // What lies beside this strip is the next one, in rows too far apart for the CPU to guess them.
                 for line in (0..4 * S::LANES * size_of::<S::Elem>()).step_by(LINE) {
-                    s.prefetch(a.at(row, column + columns).cast::<u8>().wrapping_add(line));
+                    prefetch(a.at(row, column + columns).cast::<u8>().wrapping_add(line));
                 }
                 for v in 0..4 {
                     let x = s.load(a.at(row, column));

@@ -11,8 +11,9 @@ use num_traits::Zero;
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
 
+/// Asks for a line of memory, to the second-level cache. Any address will do: nothing is read.
 #[inline(always)]
-fn prefetch(p: *const u8) {
+pub(super) fn prefetch(p: *const u8) {
     // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
     #[cfg(target_arch = "x86_64")]
     unsafe {
@@ -93,12 +94,6 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `n <= LANES`, and `p` must be valid for writing `n` elements.
     unsafe fn store_partial(self, p: *mut Self::Elem, v: Self::V, n: usize);
-
-    /// Asks for a line of memory, to the second-level cache. Any address will do: nothing is read.
-    #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        prefetch(p);
-    }
 
     /// Transposes a block of `LANES x LANES`: [`transpose`] with the constant filled in.
     ///

@@ -27,7 +27,7 @@
 
 use super::PANEL;
 use super::real::Real;
-use super::simd::{LINE, Simd, Widen};
+use super::simd::{LINE, Simd, Widen, prefetch};
 use super::table::Kernels;
 
 /// Rows of the largest register block.
@@ -269,8 +269,8 @@ unsafe fn block<
     }
 }
 
-/// Terms of a turn of the loop. Addresses are counted once for all of them: 21 instructions a term (AVX2, 6 x 2) and not
-/// 29. Six cycles of a Zen 3 have room for either as long as the core is all ours; where another thread takes every second
+/// Terms of a turn of the loop. Addresses are counted once for all of them: 23 instructions a term (AVX2, 6 x 2) and not
+/// 28. Six cycles of a Zen 3 have room for either as long as the core is all ours; where another thread takes every second
 /// one, the product is 15 % faster.
 const UNROLL: usize = 4;
 
@@ -318,7 +318,7 @@ unsafe fn terms<S: Widen<B>, B, const MR: usize, const NV: usize, const AHEAD: b
                     row[v] = s.widen(at.b.add(strides.b[v] + u * strides.b_k));
                 }
                 for _ in 0..if AHEAD { lines::<S, B, NV>() } else { 0 } {
-                    s.prefetch(at.ahead);
+                    prefetch(at.ahead);
                     at.ahead = at.ahead.wrapping_add(strides.ahead);
                 }
                 for i in 0..MR {

@@ -32,15 +32,14 @@ impl<'a, T: Element> Table<'a, T> {
     pub(super) fn write_lines(&mut self, [span, most]: [Span; 2], room: &mut Vec<T>) -> Result<()> {
         self.span = span.within(self.buckets.reach());
         let heads = self.view.ncols();
-        let reserve = |length: usize, room: &mut Vec<T>| {
-            let reserved = length.checked_mul(heads).is_some_and(|numbers| room.try_reserve_exact(numbers).is_ok());
-            let axes = "[num_heads, distances]";
-            let too_large = || Error::TooLarge { argument: "relative_bias", axes, got: vec![heads, length] };
-            if reserved { Ok(()) } else { Err(too_large()) }
-        };
+        let mut reserve =
+            |length: usize| length.checked_mul(heads).is_some_and(|numbers| room.try_reserve_exact(numbers).is_ok());
         // Room for later calls is welcome; where it cannot be had, what this one needs will do.
-        let later = most.within(self.buckets.reach()).len();
-        reserve(later, room).or_else(|_| reserve(self.span.len(), room))?;
+        let (later, now) = (most.within(self.buckets.reach()).len(), self.span.len());
+        if !reserve(later) && !reserve(now) {
+            let axes = "[num_heads, distances]";
+            return Err(Error::TooLarge { argument: "relative_bias", axes, got: vec![heads, now] });
+        }
         for column in self.view.columns() {
             let distances = self.span.lowest..=self.span.highest;
             room.extend(distances.map(|distance| column[self.buckets.bucket(distance)]));
