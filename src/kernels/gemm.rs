@@ -7,15 +7,18 @@
 //! The caller cuts `y` into blocks, by rows and columns as it likes, and may hand them to threads. The sum over `t` runs
 //! in one order for every element, so the cut changes no bit of the result.
 //!
-//! * Many rows: for each `DEPTH` terms of the sum, the rows of `x` are copied next to each other; then, strip by strip,
-//!   64 columns of `w` are packed (32 KiB in `f32`: they stay in the first-level cache) and every group of 6 rows meets
-//!   them. A `w` that is stored transposed is packed by transposing, at about the same cost. Each copy costs 5 % of the
-//!   time at 256 x 256 outputs per block and less for larger blocks; 128 or more rows by 512 columns is a good block.
-//!   A strip that is packed asks memory for the one beside it (Zen 3, 16 x 1024 x 1024: 12 % of the time).
+//! * Many rows: for each `DEPTH` terms of the sum, the rows of `x` are copied next to each other and the columns of `w` are
+//!   packed to panels (128 KiB in `f32` for 256 columns: they stay in the second-level cache, which feeds the multipliers as
+//!   well as the first), and every group of 6 rows meets them. A `w` that is stored transposed is packed by transposing, at
+//!   about the same cost. Packing takes the time of reading `w` and is worth it from a few rows on; the more rows a block
+//!   has, the less of it is left.
 //! * Few rows: copying would cost more than it saves, and the time is that of reading `w`. It is read once, where it is,
 //!   a few whole rows at a time. How many rows are few depends on the level: with registers of four cache lines it pays
 //!   up to 12 rows; with AVX2 (Zen 3, 1024 x 1024) 4 rows take 0.38 ms so and 0.25 ms packed, 1 row 0.14 and 0.18 ms.
 //! * Few rows and a transposed `w` (of a file that stores `[out, in]`): inner products along its rows, `dots.rs`.
+//!
+//! Packing whole blocks, several rows of `w` at a time (`pack.rs`), takes 15 to 30 % less time than strips of 64 columns for
+//! a layer of 4 to 16 tokens, and 4 to 9 % for 512 to 1024 (Zen 3, d_model 1024 and 512). This table is of such strips:
 //!
 //! One thread, f32, GFLOP/s (lower quartile of interleaved times, each line from the quietest of three runs), on a shared Emerald Rapids core with a peak of 179;
 //! blocks of 256 x 512; `wᵀ` is stored `[out, in]`. The time of the last two lines is that of reading `w`.
@@ -33,26 +36,29 @@
 //!
 //! The loops are those of GotoBLAS (Goto and van de Geijn, 2008).
 
+use super::PANEL;
 use super::dots::{Dots, MAX_DOT_ROWS};
 use super::real::Real;
 use super::scratch::aligned;
 use super::table::Kernels;
 use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
-use super::{KEYS, PANEL};
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use std::ops::Range;
 
-/// Terms of the sum for which a strip of `w` is packed at a time.
+/// Terms of the sum for which `w` is packed at a time.
 const DEPTH: usize = 128;
 
-/// Columns of a strip: the widest register block.
-const STRIP: usize = KEYS;
+/// Columns of `w` that are packed at a time.
+const STRIP: usize = 512;
+
+/// From one panel of them to the next: a power of two apart, all would meet in the same few places of the cache.
+const STRIP_PANEL: usize = (DEPTH + 1) * PANEL;
 
 /// The largest number of rows that any level takes for few (`Kernels::few_rows`).
 const MOST_FEW_ROWS: usize = 2 * MAX_ROWS;
 
 /// Up to this many columns, `x` is not copied.
-const NARROW: usize = 2 * STRIP;
+const NARROW: usize = 128;
 
 /// Rows of `w` that are read together if it is not packed.
 const STREAMS: usize = 8;
@@ -64,18 +70,23 @@ const BLOCK_COLUMNS: usize = 256;
 /// 30 % less with 512 at a time (Zen 3).
 const FEW_ROWS_COLUMNS: usize = 512;
 
-/// Elements of scratch for the operands of a block of so many rows and terms: a strip and its part of `x`, or all of the
-/// few rows whose inner products are taken.
-fn operand_scratch(rows: usize, terms: usize) -> usize {
+/// Elements of scratch for the operands of a block of so many rows, columns and terms: packed columns and their part of
+/// `x`, or all of the few rows whose inner products are taken.
+fn operand_scratch(rows: usize, columns: usize, terms: usize) -> usize {
     let few = if rows <= MOST_FEW_ROWS { rows * terms } else { 0 };
-    few.max(DEPTH * (STRIP + rows))
+    few.max(strip_len(columns) + DEPTH * rows)
+}
+
+/// Elements of scratch for packed columns.
+fn strip_len(columns: usize) -> usize {
+    columns.min(STRIP).div_ceil(PANEL) * STRIP_PANEL
 }
 
 /// Elements of scratch for blocks of `out` of up to `rows` rows and `columns` columns: the operands, and the block
 /// itself where it may have to be copied.
 pub(crate) fn block_scratch<T>(out: &ArrayViewMut2<'_, T>, rows: usize, columns: usize, terms: usize) -> usize {
     let (rows, columns) = (rows.min(out.nrows()), columns.min(out.ncols()));
-    operand_scratch(rows, terms) + if has_rows(out) { 0 } else { rows * columns }
+    operand_scratch(rows, columns, terms) + if has_rows(out) { 0 } else { rows * columns }
 }
 
 /// The operands of `x w + bias`, and whether that is added to what the output holds.
@@ -95,7 +106,7 @@ impl<T: Real> Kernels<T> {
     pub(crate) fn block_columns(&self, rows: usize, columns: usize) -> usize {
         let most = if rows <= self.few_rows { FEW_ROWS_COLUMNS } else { BLOCK_COLUMNS };
         // Two blocks at least, as long as they are not narrow.
-        columns.div_ceil(2).next_multiple_of(STRIP).clamp(BLOCK_COLUMNS, most)
+        columns.div_ceil(2).next_multiple_of(PANEL).clamp(BLOCK_COLUMNS, most)
     }
 
     /// `out (+)= x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides, and is read only if
@@ -125,7 +136,7 @@ impl<T: Real> Kernels<T> {
             Self::tiles
         };
         let copied = if has_rows(&out) { 0 } else { out.len() };
-        let operands = operand_scratch(x.nrows(), x.ncols());
+        let operands = operand_scratch(x.nrows(), w.ncols(), x.ncols());
         let (operands, copy) = aligned(scratch, operands + copied).split_at_mut(operands);
         if copied == 0 {
             let start = begin(&mut out, bias, start);
@@ -196,22 +207,18 @@ impl<T: Real> Kernels<T> {
         let streamed = if few { columns / PANEL * PANEL } else { 0 };
 
         for terms in chunks(0..depth, DEPTH) {
-            let (strip, copy) = scratch.split_at_mut(DEPTH * STRIP);
+            let (strip, copy) = scratch.split_at_mut(strip_len(columns));
             let x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), columns, copy);
-            let w = w.slice_move(s![terms.clone(), ..]);
+            let w = w.slice_move(s![terms, ..]);
             if streamed > 0 {
-                for terms in chunks(0..terms.len(), STREAMS) {
-                    let rows = w.slice(s![terms.clone(), ..streamed]);
-                    let b = Panels { data: rows.as_ptr(), panel: PANEL, k: rows.strides()[0].unsigned_abs() };
-                    let start = if terms.start == 0 { start } else { Start::Add };
-                    // SAFETY: `x` has strides from 0 on (`broadcast_operand`), `w` too (`few`), and `streamed` whole panels.
-                    unsafe { self.product(x.slice(s![.., terms]), b, out.slice_mut(s![.., ..streamed]), start) };
-                }
+                let b = Panels { data: w.as_ptr(), panel: PANEL, k: w.strides()[0].unsigned_abs() };
+                // SAFETY: `x` has strides from 0 on (`broadcast_operand`), `w` too (`few`), and `streamed` whole panels.
+                unsafe { self.product(x, b, STREAMS, out.slice_mut(s![.., ..streamed]), start) };
             }
             for range in chunks(streamed..columns, STRIP) {
                 let b = self.pack_strip(w.slice(s![.., range.clone()]), strip);
                 // SAFETY: `x` has strides from 0 on (`broadcast_operand`), and the strip is packed to whole panels.
-                unsafe { self.product(x, b, out.slice_mut(s![.., range]), start) };
+                unsafe { self.product(x, b, DEPTH, out.slice_mut(s![.., range]), start) };
             }
             start = Start::Add;
         }
@@ -241,50 +248,59 @@ impl<T: Real> Kernels<T> {
 
     /// At most `DEPTH` rows and `STRIP` columns of `w` in panels.
     fn pack_strip(&self, w: ArrayView2<'_, T>, strip: &mut [T]) -> Panels<T> {
-        let (depth, columns) = w.dim();
-        if is_unit(&w, 1) {
-            // Rows of up to four panels, one after the other.
-            let width = columns.next_multiple_of(PANEL);
-            self.pack_rows(w, strip);
-            Panels { data: strip.as_ptr(), panel: PANEL, k: width }
+        let panel = if is_unit(&w, 1) {
+            self.pack_columns(w, STRIP_PANEL, strip);
+            STRIP_PANEL
         } else {
             self.pack_panels(w.reversed_axes(), strip);
-            Panels { data: strip.as_ptr(), panel: depth * PANEL, k: PANEL }
-        }
+            w.nrows() * PANEL
+        };
+        Panels { data: strip.as_ptr(), panel, k: PANEL }
     }
 
-    /// `out (+)= a b`, by groups of rows.
+    /// `out (+)= a b`, so many terms at a time, each by groups of rows.
     ///
     /// # Safety
     /// No stride of `a` is negative, and its rows or its columns are contiguous. `b` has as many rows as `a` has columns
     /// and is readable up to the last column of `out`, rounded up to a whole panel. The rows of `out` are contiguous, one
     /// after the other.
-    unsafe fn product(&self, a: ArrayView2<'_, T>, b: Panels<T>, mut out: ArrayViewMut2<'_, T>, start: Start) {
+    unsafe fn product(
+        &self,
+        a: ArrayView2<'_, T>,
+        b: Panels<T>,
+        together: usize,
+        mut out: ArrayViewMut2<'_, T>,
+        mut start: Start,
+    ) {
         let (rows, n) = out.dim();
         // Groups of nearly equal size: one row alone would leave the multipliers waiting for each other.
         let groups = rows.div_ceil(MAX_ROWS);
         let [row, column] = [0, 1].map(|axis| a.strides()[axis].unsigned_abs());
         let a_stride = if is_unit(&a, 1) { Stride::Rows(row) } else { Stride::Columns(column) };
         let c_row = out.strides()[0].unsigned_abs();
-        for group in 0..groups {
-            let (first, end) = (rows * group / groups, rows * (group + 1) / groups);
-            // SAFETY: first..end are 1 to 6 rows of `a` and `out`, whose strides are theirs; `b` by the contract.
-            unsafe {
-                (self.tile)(&Tile {
-                    rows: end - first,
-                    n,
-                    k: a.ncols(),
-                    a: a.as_ptr().add(first * row),
-                    a_stride,
-                    b: b.data,
-                    b_panel: b.panel,
-                    b_k: b.k,
-                    c: out.as_mut_ptr().add(first * c_row),
-                    c_row,
-                    start,
-                    ahead: Ahead::NOTHING,
-                });
+        for terms in chunks(0..a.ncols(), together) {
+            for group in 0..groups {
+                let (first, end) = (rows * group / groups, rows * (group + 1) / groups);
+                // SAFETY: first..end are 1 to 6 rows of `a` and `out`, whose strides are theirs, and the terms are columns
+                // of `a`; `b` by the contract.
+                unsafe {
+                    (self.tile)(&Tile {
+                        rows: end - first,
+                        n,
+                        k: terms.len(),
+                        a: a.as_ptr().add(first * row + terms.start * column),
+                        a_stride,
+                        b: b.data.add(terms.start * b.k),
+                        b_panel: b.panel,
+                        b_k: b.k,
+                        c: out.as_mut_ptr().add(first * c_row),
+                        c_row,
+                        start,
+                        ahead: Ahead::NOTHING,
+                    });
+                }
             }
+            start = Start::Add;
         }
     }
 }

@@ -233,13 +233,20 @@ impl<T: Copy> Kernels<T> {
         unsafe { (self.rows)(&Pack { to_row: columns.next_multiple_of(PANEL), ..describe(from, to) }) }
     }
 
-    /// `[count, w]` to panels of columns `[⌈w/16⌉][64][16]`, of whose rows `⌈count/16⌉·16 <= 64` are written, with zeros
-    /// where there is no source. True if all is finite.
+    /// `[count, w]` to panels of columns `[⌈w/16⌉][⌈count/16⌉·16][16]` that begin `panel` elements apart, with zeros where
+    /// there is no source. True if all is finite.
+    pub(crate) fn pack_columns(&self, from: ArrayView2<'_, T>, panel: usize, to: &mut [T]) -> bool {
+        let (rows, columns) = from.dim();
+        let rows = rows.next_multiple_of(PANEL);
+        assert!(rows.saturating_mul(PANEL) <= panel, "panels of {rows} rows do not overlap");
+        let to = &mut to[..columns_len(rows, columns, panel)];
+        // SAFETY: as for `pack_panels`; a panel has room for all rows.
+        unsafe { (self.rows)(&Pack { to_panel: panel, ..describe(from, to) }) }
+    }
+
+    /// The values of a tile: [`Kernels::pack_columns`] of up to 64 rows.
     pub(crate) fn pack_values(&self, from: ArrayView2<'_, T>, to: &mut [T]) -> bool {
-        debug_assert!(from.nrows() <= KEYS, "a tile has 64 rows");
-        let to = &mut to[..values_len(from.nrows().next_multiple_of(PANEL), from.ncols())];
-        // SAFETY: as for `pack_panels`.
-        unsafe { (self.rows)(&Pack { to_panel: VALUES_PANEL, ..describe(from, to) }) }
+        self.pack_columns(from, VALUES_PANEL, to)
     }
 
     /// `factor · from`, `[count, d]` to contiguous rows.
@@ -260,9 +267,14 @@ pub(super) const VALUES_PANEL: usize = KEYS * PANEL;
 
 /// Where the first `rows` rows of a tile of values end.
 pub(super) const fn values_len(rows: usize, columns: usize) -> usize {
+    columns_len(rows, columns, VALUES_PANEL)
+}
+
+/// Where the first `rows` rows of panels of columns end that begin `panel` elements apart.
+const fn columns_len(rows: usize, columns: usize, panel: usize) -> usize {
     match columns.div_ceil(PANEL) {
         0 => 0,
-        panels => (panels - 1).saturating_mul(VALUES_PANEL).saturating_add(rows.saturating_mul(PANEL)),
+        panels => (panels - 1).saturating_mul(panel).saturating_add(rows.saturating_mul(PANEL)),
     }
 }
 

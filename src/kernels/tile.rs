@@ -93,6 +93,9 @@ pub(crate) enum Start {
     Add,
 }
 
+/// Up to so many terms, the multipliers go on with the next block while one ends.
+const SHORT: usize = 8;
+
 /// Runs a product with register blocks of up to 6 rows and `NV` vectors; of one row and `WIDEST` vectors or of two rows and
 /// `WIDE`, where `n` is that large: with fewer accumulators the multipliers would wait for each other. Three rows have
 /// `MEDIUM` vectors, the most that leave registers for the operands, and so have four that wait for memory: as many
@@ -120,6 +123,7 @@ pub(crate) unsafe fn tile<
     // SAFETY: the contract is handed on; MR is the number of rows, or 1 for each of them.
     unsafe {
         match (t.a_stride, t.rows, ahead) {
+            (Stride::Rows(_), 1, _) if t.k <= SHORT => strip::<S, B, 1, NV, WIDE, false, false>(s, t, 0),
             (Stride::Rows(_), 1, _) => strip::<S, B, 1, NV, WIDEST, false, false>(s, t, 0),
             (Stride::Rows(_), 2, false) => strip::<S, B, 2, NV, WIDE, false, false>(s, t, 0),
             (Stride::Rows(_), 3, false) => strip::<S, B, 3, NV, MEDIUM, false, false>(s, t, 0),
