@@ -52,7 +52,7 @@ pub(super) struct Rows {
 pub(super) struct State<'s, T> {
     /// `[rows][width]`, not yet divided.
     pub(super) context: &'s mut [T],
-    /// `[rows]`
+    /// `[rows]`, the references of the softmax, in [`Walk::unit`]s.
     pub(super) maxima: &'s mut [T],
     /// `[rows][16]` partial sums.
     pub(super) sums: &'s mut [T],
@@ -422,17 +422,25 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         Some(Sight { panels, bits: partial.then_some(bits) })
     }
 
+    /// What the maxima are counted in: products, or scores where something is done to them.
+    fn unit(&self) -> T {
+        let Rules { softcap, bias, scale, .. } = self.call.rules;
+        if softcap.is_some() || bias.is_some() { T::one() } else { split_scale(*scale).1 }
+    }
+
     /// Divides a row that has met all its keys by its sum, the sink's share included.
     pub(super) fn finish(&self, row: usize, state: &mut State<'_, T>) -> Total<T> {
         let width = self.size().width();
         let context = &mut state.context[row * width..][..self.call.dims.value_dim];
         let maximum = state.maxima[row];
+        let unit = self.unit();
         let sink = self.call.rules.sink(self.row(row).0);
         if maximum == T::neg_infinity() {
             // The row has seen no key; its context is still zero.
             return Total::Sink(sink.unwrap_or(maximum));
         }
         let mut total = sum_of_16(&state.sums[row * PANEL..][..PANEL]);
+        let maximum = maximum * unit;
         let mut reference = maximum;
         if let Some(sink) = sink {
             reference = maximum.max(sink);
@@ -449,6 +457,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let width = self.size().width();
         let (context, rest) = numbers.split_at(self.rows * width);
         let (sums, maxima) = rest.split_at(self.rows * PANEL);
+        let unit = self.unit();
         for row in 0..self.rows {
             let other = maxima[row];
             if other == T::neg_infinity() {
@@ -457,7 +466,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let maximum = &mut state.maxima[row];
             let reference = maximum.max(other);
             // A row that has seen nothing is zero, and e^-inf keeps it so.
-            let factors = [(*maximum - reference).exp(), (other - reference).exp()];
+            let factors = [*maximum, other].map(|m| ((m - reference) * unit).exp());
             *maximum = reference;
             let weigh = |to: &mut [T], from: &[T]| {
                 to.iter_mut().zip(from).for_each(|(to, &from)| *to = *to * factors[0] + from * factors[1]);

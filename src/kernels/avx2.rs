@@ -18,9 +18,6 @@ impl<T: Real> Avx2<T> {
     }
 }
 
-/// Adding it leaves an integer in the low bits of the sum, as in [`Real::exp2_integer`].
-const INTEGER_F64: f64 = 1.5 * (1_u64 << 52) as f64;
-
 impl Simd for Avx2<f32> {
     type Elem = f32;
     type V = __m256;
@@ -35,6 +32,7 @@ impl Simd for Avx2<f32> {
         mul(a: __m256, b: __m256) -> __m256 = _mm256_mul_ps(a, b);
         div(a: __m256, b: __m256) -> __m256 = _mm256_div_ps(a, b);
         fma(a: __m256, b: __m256, c: __m256) -> __m256 = _mm256_fmadd_ps(a, b, c);
+        abs(a: __m256) -> __m256 = _mm256_andnot_ps(_mm256_set1_ps(-0.0), a);
         max(a: __m256, b: __m256) -> __m256 = _mm256_max_ps(a, b);
         min(a: __m256, b: __m256) -> __m256 = _mm256_min_ps(a, b);
         lt(a: __m256, b: __m256) -> __m256 = _mm256_cmp_ps::<_CMP_LT_OQ>(a, b);
@@ -45,14 +43,7 @@ impl Simd for Avx2<f32> {
         };
         mask_bits(mask: __m256) -> u64 = u64::from(_mm256_movemask_ps(mask) as u32);
         select(mask: __m256, a: __m256, b: __m256) -> __m256 = _mm256_blendv_ps(b, a, mask);
-        fraction(t: __m256) -> __m256 = _mm256_sub_ps(t, _mm256_floor_ps(t));
-        scale_by_floor(p: __m256, t: __m256) -> __m256 = {
-            // The integer is added to the exponent; for NaN and -inf the conversion leaves nothing to add.
-            let n = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(_mm256_floor_ps(t)));
-            let scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n));
-            let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(t, _mm256_set1_ps(f32::MIN_EXPONENT));
-            _mm256_andnot_ps(tiny, scaled)
-        };
+        exponent_to_power(v: __m256) -> __m256 = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(v)));
         interleave(a: __m256, b: __m256) -> (__m256, __m256) = {
             // Unpacking works within halves; the permutation then puts the halves in order.
             let (low, high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
@@ -98,6 +89,7 @@ impl Simd for Avx2<f64> {
         mul(a: __m256d, b: __m256d) -> __m256d = _mm256_mul_pd(a, b);
         div(a: __m256d, b: __m256d) -> __m256d = _mm256_div_pd(a, b);
         fma(a: __m256d, b: __m256d, c: __m256d) -> __m256d = _mm256_fmadd_pd(a, b, c);
+        abs(a: __m256d) -> __m256d = _mm256_andnot_pd(_mm256_set1_pd(-0.0), a);
         max(a: __m256d, b: __m256d) -> __m256d = _mm256_max_pd(a, b);
         min(a: __m256d, b: __m256d) -> __m256d = _mm256_min_pd(a, b);
         lt(a: __m256d, b: __m256d) -> __m256d = _mm256_cmp_pd::<_CMP_LT_OQ>(a, b);
@@ -108,15 +100,7 @@ impl Simd for Avx2<f64> {
         };
         mask_bits(mask: __m256d) -> u64 = u64::from(_mm256_movemask_pd(mask) as u32);
         select(mask: __m256d, a: __m256d, b: __m256d) -> __m256d = _mm256_blendv_pd(b, a, mask);
-        fraction(t: __m256d) -> __m256d = _mm256_sub_pd(t, _mm256_floor_pd(t));
-        scale_by_floor(p: __m256d, t: __m256d) -> __m256d = {
-            let n = _mm256_floor_pd(t);
-            let bits = _mm256_castpd_si256(_mm256_add_pd(n, _mm256_set1_pd(INTEGER_F64)));
-            let biased = _mm256_add_epi64(bits, _mm256_set1_epi64x(i64::from(f64::MAX_EXP - 1)));
-            let power = _mm256_castsi256_pd(_mm256_slli_epi64::<52>(biased));
-            let tiny = _mm256_cmp_pd::<_CMP_LT_OQ>(t, _mm256_set1_pd(f64::MIN_EXPONENT));
-            _mm256_andnot_pd(tiny, _mm256_mul_pd(p, power))
-        };
+        exponent_to_power(v: __m256d) -> __m256d = _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(v)));
         interleave(a: __m256d, b: __m256d) -> (__m256d, __m256d) = {
             let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
             (_mm256_permute2f128_pd::<0x20>(low, high), _mm256_permute2f128_pd::<0x31>(low, high))

@@ -18,9 +18,6 @@ impl<T: Real> Avx512<T> {
     }
 }
 
-/// Round down, keep no fraction bits: what `reduce` subtracts is the floor.
-const FLOOR: i32 = _MM_FROUND_TO_NEG_INF;
-
 impl Simd for Avx512<f32> {
     type Elem = f32;
     type V = __m512;
@@ -34,16 +31,12 @@ impl Simd for Avx512<f32> {
         mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
         div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
         fma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
+        abs(a: __m512) -> __m512 = _mm512_abs_ps(a);
         max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
         min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
         lt(a: __m512, b: __m512) -> __mmask16 = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b);
         select(mask: __mmask16, a: __m512, b: __m512) -> __m512 = _mm512_mask_blend_ps(mask, b, a);
-        fraction(t: __m512) -> __m512 = _mm512_reduce_ps::<FLOOR>(t);
-        scale_by_floor(p: __m512, t: __m512) -> __m512 = {
-            // Not-less-than is true for NaN, which therefore goes through.
-            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(t, _mm512_set1_ps(f32::MIN_EXPONENT));
-            _mm512_maskz_scalef_ps(normal, p, t)
-        };
+        exponent_to_power(v: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(v)));
         interleave(a: __m512, b: __m512) -> (__m512, __m512) = {
             let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
             let high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
@@ -90,15 +83,12 @@ impl Simd for Avx512<f64> {
         mul(a: __m512d, b: __m512d) -> __m512d = _mm512_mul_pd(a, b);
         div(a: __m512d, b: __m512d) -> __m512d = _mm512_div_pd(a, b);
         fma(a: __m512d, b: __m512d, c: __m512d) -> __m512d = _mm512_fmadd_pd(a, b, c);
+        abs(a: __m512d) -> __m512d = _mm512_abs_pd(a);
         max(a: __m512d, b: __m512d) -> __m512d = _mm512_max_pd(a, b);
         min(a: __m512d, b: __m512d) -> __m512d = _mm512_min_pd(a, b);
         lt(a: __m512d, b: __m512d) -> __mmask8 = _mm512_cmp_pd_mask::<_CMP_LT_OQ>(a, b);
         select(mask: __mmask8, a: __m512d, b: __m512d) -> __m512d = _mm512_mask_blend_pd(mask, b, a);
-        fraction(t: __m512d) -> __m512d = _mm512_reduce_pd::<FLOOR>(t);
-        scale_by_floor(p: __m512d, t: __m512d) -> __m512d = {
-            let normal = _mm512_cmp_pd_mask::<_CMP_NLT_UQ>(t, _mm512_set1_pd(f64::MIN_EXPONENT));
-            _mm512_maskz_scalef_pd(normal, p, t)
-        };
+        exponent_to_power(v: __m512d) -> __m512d = _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(v)));
         interleave(a: __m512d, b: __m512d) -> (__m512d, __m512d) = {
             let low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
             let high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);

@@ -47,7 +47,7 @@ fn quotient<S: Simd>(s: S, v: S::V, by: &Divisor<S::V>) -> S::V {
     let q = s.mul(v, by.reciprocal);
     let corrected = s.fma(s.fma(q, by.negated, v), by.reciprocal, q);
     // An infinite quotient has no remainder; NaN fails both comparisons and comes through as `q`.
-    let size = s.max(s.sub(s.zero(), q), q);
+    let size = s.abs(q);
     s.select(s.lt(size, by.largest), corrected, q)
 }
 

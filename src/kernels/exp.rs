@@ -1,66 +1,75 @@
 //! The two functions of attention: `2^x` for the softmax and `tanh(x)` for the score cap.
 //!
 //! ```text
-//! 2^x     = 2^⌊x⌋ · P(x - ⌊x⌋)                      P(f) = 1 + f (c0 + f (c1 + ...)), f in [0, 1)
+//! 2^x     = 2^(n-1) · P(x - n), n = x rounded       P(f) = 2 + f (c0 + f (c1 + ...)) for 2^(1+f), |f| <= 1/2
 //! tanh(x) = x + x z (c0 + z (c1 + ...)), z = x²     |x| < 0.625
 //!         = ±(1 - 2 / (1 + e^(2|x|)))               elsewhere
 //! ```
 //!
-//! The coefficients are minimax in the relative error (Remez exchange in 50 digits) with the constant term *fixed* at 1,
-//! so that `2^0 == 1` exactly: a query that sees one key must return its value bit for bit.
-//! Error of the polynomials: `2^x` 2.1e-9 (f32, degree 6) and 3.2e-18 (f64, degree 11), `tanh` 4.4e-9 and 1.0e-17;
+//! The coefficients are minimax in the relative error (Remez exchange in 50 digits) with the constant term *fixed*, so that
+//! `2^0 == 1` exactly: a query that sees one key must return its value bit for bit. `n` is found by adding a number so large
+//! that the sum has no fraction bits; it is left in the low bits of the sum, which a shift makes the exponent of a power.
+//! Error of the polynomials: `2^x` 2.0e-9 (f32, degree 6) and 3.4e-18 (f64, degree 11), `tanh` 4.4e-9 and 1.0e-17;
 //! rounding dominates. Largest error measured, in units of the last place, rounding included (tests below):
 //!
 //! | level | 2^x f32 | 2^x f64 | tanh f32 | tanh f64 |
 //! | --- | --- | --- | --- | --- |
-//! | AVX-512 | 1.6 | 1.0 | 1.7 | 2.0 |
-//! | AVX2 | 1.2 | 1.0 | 1.7 | 2.0 |
-//! | portable, SSE2 | 1.6 | 2.0 | 1.6 | 2.0 |
+//! | AVX2; AVX-512, which does the same | 1.0 | 1.0 | 1.6 | 2.0 |
+//! | portable, SSE2 | 1.2 | 1.0 | 1.6 | 2.0 |
 //!
-//! Powers below the smallest normal number are exactly zero: one operand in denormal form makes a product of the values
-//! a hundred times slower. `2^-inf = 0`, `2^x = inf` from the overflow exponent on, NaN gives NaN; `tanh(±inf) = ±1`.
+//! Powers below 2^-125.5 (f64: 2^-1021.5) are exactly zero: one operand in denormal form makes a product of the values a
+//! hundred times slower. (Theirs is n = -126, whose power would be 2^-127: its exponent field is that of zero.) `2^-inf = 0`,
+//! `2^x = inf` from the overflow exponent on, NaN gives NaN; `tanh(±inf) = ±1`.
 
 use super::real::Real;
 use super::simd::Simd;
-use num_traits::One;
+use num_traits::{Float, One};
+
+/// By what an exponent is multiplied before it becomes one of 2.
+#[derive(Clone, Copy)]
+pub(crate) struct Rate<V> {
+    rate: V,
+    /// From here down the power is zero.
+    lowest: V,
+}
+
+impl<V: Copy> Rate<V> {
+    /// `rate > 0`
+    #[inline(always)]
+    pub(crate) fn new<S: Simd<V = V>>(s: S, rate: S::Elem) -> Self {
+        let rate = rate.min(S::Elem::max_value());
+        let lowest = ((S::Elem::MIN_EXPONENT - S::Elem::one()) / rate).max(S::Elem::min_value());
+        Self { rate: s.splat(rate), lowest: s.splat(lowest) }
+    }
+}
 
 /// `2^t` for each lane.
 #[inline(always)]
 pub(crate) fn exp2<S: Simd>(s: S, t: S::V) -> S::V {
     // This order of operands keeps NaN.
-    let [power] = exp2_together(s, [s.min(s.splat(S::Elem::OVERFLOW_EXPONENT), t)]);
-    power
+    exp2_at(s, s.min(s.splat(S::Elem::OVERFLOW_EXPONENT), t), &Rate::new(s, S::Elem::one()))
 }
 
-/// `2^t` for each lane of `N` vectors that are below the overflow exponent (or NaN), as softmax has them. The polynomials advance together: one alone is a chain of dependent operations
-/// that leaves the multipliers idle most of the time.
+/// `2^(rate x)` for each lane whose power does not overflow (or that is NaN), as softmax has them.
+///
+/// It is a chain of operations that wait for each other: a loop over vectors should be unrolled, so that the CPU has
+/// several of them at a time.
 #[inline(always)]
-pub(crate) fn exp2_together<S: Simd, const N: usize>(s: S, t: [S::V; N]) -> [S::V; N] {
-    let (mut f, mut p) = (t, t);
-    for v in 0..N {
-        f[v] = s.fraction(t[v]);
-    }
-    let (highest, others) = (S::Elem::EXP2[S::Elem::EXP2.len() - 1], &S::Elem::EXP2[..S::Elem::EXP2.len() - 1]);
-    for v in 0..N {
-        p[v] = s.splat(highest);
-    }
-    for &coefficient in others.iter().rev() {
-        for v in 0..N {
-            p[v] = s.fma(p[v], f[v], s.splat(coefficient));
-        }
-    }
-    for v in 0..N {
-        p[v] = s.scale_by_floor(s.fma(p[v], f[v], s.splat(S::Elem::one())), t[v]);
-    }
-    p
+pub(crate) fn exp2_at<S: Simd>(s: S, x: S::V, rate: &Rate<S::V>) -> S::V {
+    let to_exponent = s.splat(S::Elem::TO_EXPONENT);
+    // This order of operands keeps NaN.
+    let x = s.max(rate.lowest, x);
+    let exponent = s.fma(x, rate.rate, to_exponent);
+    let f = s.fma(x, rate.rate, s.sub(to_exponent, exponent));
+    let two = s.splat(S::Elem::one() + S::Elem::one());
+    s.mul(s.fma(polynomial(s, f, S::Elem::EXP2), f, two), s.exponent_to_power(exponent))
 }
 
 /// `tanh(x)` for each lane.
 #[inline(always)]
 pub(crate) fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let (one, two) = (s.splat(S::Elem::one()), s.splat(S::Elem::one() + S::Elem::one()));
-    let negated = s.sub(s.zero(), x);
-    let size = s.max(negated, x);
+    let size = s.abs(x);
 
     let z = s.mul(x, x);
     let near = s.fma(s.mul(x, z), polynomial(s, z, S::Elem::TANH), x);
@@ -153,7 +162,7 @@ mod tests {
     fn powers_of_two_at_the_edges() {
         fn check<T: Real>(kernels: &Kernels<T>) {
             let (low, high) = (T::MIN_EXPONENT, T::OVERFLOW_EXPONENT);
-            let below = low - real::<T>(1e-3) - low.abs() * T::epsilon();
+            let below = low - real::<T>(0.501);
             let one = T::one();
             let mut x = [
                 T::zero(),
@@ -178,7 +187,7 @@ mod tests {
             kernels.exp2(&mut x);
             let half = real(0.5);
             assert_eq!(x[..4], [one, one, one + one, half]);
-            assert_eq!(x[4], T::min_positive_value());
+            assert_eq!(x[4], T::min_positive_value() + T::min_positive_value());
             assert_eq!(x[5], (high - one).exp2());
             assert_eq!(x[6], T::infinity());
             assert_eq!(x[7..10], [T::zero(); 3]);

@@ -8,14 +8,14 @@
 //!
 //! `p(t) ≈ e^(z²) erfc(z)`, so that there is no difference of close numbers. It is the Chebyshev series on all `z >= 0`,
 //! computed in 60 digits and cut at a relative error of 7e-8 (`f32`, degree 11) and 1.4e-17 (`f64`, degree 25). What is
-//! rounded is above all the exponent, three times by half an ε: the relative error of `Φ` is at most `ε (16 + 3 x² / 4)` at
+//! rounded is above all the exponent, two or three times by half an ε: the relative error of `Φ` is at most `ε (16 + 3 x² / 4)` at
 //! every level, where ε is the distance from 1 to the next number (tests below).
 
-use super::exp::exp2_together;
+use super::exp::{Rate, exp2_at};
 use super::real::Real;
 use super::simd::Simd;
 use num_traits::Float;
-use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI, LOG2_E};
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 /// Vectors whose polynomials advance together: one alone is a chain of dependent operations.
 const TOGETHER: usize = 4;
@@ -56,11 +56,12 @@ fn part<S: Simd, const SLOPE: bool, const N: usize>(s: S, x: [S::V; N]) -> [S::V
     let largest = s.splat(S::Elem::max_value());
     let (mut power, mut t, mut p) = (x, x, x);
     for v in 0..N {
-        let size = s.max(s.sub(s.zero(), x[v]), x[v]);
-        power[v] = s.mul(s.mul(number(-0.5 * LOG2_E), x[v]), x[v]);
+        let size = s.abs(x[v]);
+        power[v] = s.mul(s.mul(number(-0.5), x[v]), x[v]);
         t[v] = s.sub(one, s.div(number(6.0), s.fma(number(FRAC_1_SQRT_2), size, number(3.0))));
     }
-    let power = exp2_together(s, power);
+    let rate = Rate::new(s, S::Elem::LOG2_E);
+    let power = power.map(|power| exp2_at(s, power, &rate));
     let (last, others) = (S::Elem::NORMAL_TAIL[S::Elem::NORMAL_TAIL.len() - 1], S::Elem::NORMAL_TAIL.len() - 1);
     p.fill(s.splat(last));
     for &coefficient in S::Elem::NORMAL_TAIL[..others].iter().rev() {

@@ -60,8 +60,8 @@ impl<T: Real + Lane, const N: usize> Simd for Portable<T, N> {
         max(a, b) -> T = if a > b { a } else { b };
         min(a, b) -> T = if a < b { a } else { b };
         lt(a, b) -> bool = a < b;
-        fraction(t) -> T = t - t.floor_small();
-        scale_by_floor(p, t) -> T = if t < T::MIN_EXPONENT { T::zero() } else { p * t.floor_small().exp2_integer() };
+        abs(a) -> T = a.abs();
+        exponent_to_power(v) -> T = v.exponent_to_power();
     }
 
     #[inline(always)]

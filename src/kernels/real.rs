@@ -8,7 +8,7 @@ use std::fmt::Debug;
 pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
     /// log2(e), which turns an exponent of e into one of 2.
     const LOG2_E: Self;
-    /// Coefficients `c` of `2^x ≈ 1 + x (c[0] + x (c[1] + ...))` on [0, 1): see `exp.rs`.
+    /// Coefficients `c` of `2^(1 + x) ≈ 2 + x (c[0] + x (c[1] + ...))` for |x| <= 1/2: see `exp.rs`.
     const EXP2: &'static [Self];
     /// Coefficients `c` of `tanh(x) ≈ x + x z (c[0] + z (c[1] + ...))`, `z = x²`, for |x| < 0.625: see `exp.rs`.
     const TANH: &'static [Self];
@@ -18,17 +18,17 @@ pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
     const TANH_NEAR: Self;
     /// How far a score may exceed the reference of its row: see `softmax.rs`.
     const SLACK: Self;
-    /// The exponent of the smallest normal number; powers of two below it are flushed to zero.
+    /// The smallest integer whose power of two is not flushed to zero.
     const MIN_EXPONENT: Self;
     /// The smallest integer whose power of two is infinite.
     const OVERFLOW_EXPONENT: Self;
 
-    /// `⌊self⌋`, for numbers far inside the range of integers that the type holds exactly, in operations that every
-    /// baseline instruction set has (`floor` is a library call on SSE2). Anything for other numbers and NaN.
-    fn floor_small(self) -> Self;
+    /// Adding it rounds a number to the nearest integer `n`, and leaves the exponent field of `2^(n - 1)` in the low bits
+    /// of the sum. (A larger number has no fraction bits.)
+    const TO_EXPONENT: Self;
 
-    /// `2^self` for an integer in `MIN_EXPONENT..=OVERFLOW_EXPONENT`. Any number that is not NaN, for anything else.
-    fn exp2_integer(self) -> Self;
+    /// The number whose exponent field is the low bits of this one, and whose fraction is zero.
+    fn exponent_to_power(self) -> Self;
 
     /// `self * factor + addend`, fused where the target's baseline has the instruction: elsewhere the fused form is a
     /// library call that costs fifty times as much.
@@ -53,21 +53,16 @@ macro_rules! real {
             const NORMAL_TAIL: &'static [Self] = &$tail;
             const TANH_NEAR: Self = 0.625;
             const SLACK: Self = 6.0;
-            const MIN_EXPONENT: Self = ($t::MIN_EXP - 1) as Self;
+            const MIN_EXPONENT: Self = $t::MIN_EXP as Self;
             const OVERFLOW_EXPONENT: Self = $t::MAX_EXP as Self;
 
-            #[inline(always)]
-            fn floor_small(self) -> Self {
-                // Adding 1.5 * 2^(digits - 1) pushes the fraction out of the number and rounds to nearest.
-                let nearest = (self + INTEGER) - INTEGER;
-                nearest - if nearest > self { 1.0 } else { 0.0 }
-            }
+            // The field of 2^0 is MAX_EXP - 1.
+            const TO_EXPONENT: Self =
+                1.5 * ((1 as $bits) << ($t::MANTISSA_DIGITS - 1)) as Self + ($t::MAX_EXP - 2) as Self;
 
             #[inline(always)]
-            fn exp2_integer(self) -> Self {
-                // The same sum leaves the integer in the low bits, from where it moves up to the exponent field.
-                let biased = (self + INTEGER).to_bits().wrapping_add($t::MAX_EXP as $bits - 1);
-                Self::from_bits(biased << ($t::MANTISSA_DIGITS - 1))
+            fn exponent_to_power(self) -> Self {
+                Self::from_bits(self.to_bits() << ($t::MANTISSA_DIGITS - 1))
             }
 
             #[inline(always)]
@@ -101,13 +96,11 @@ macro_rules! real {
 mod single {
     use super::*;
 
-    const INTEGER: f32 = 1.5 * (1_u32 << (f32::MANTISSA_DIGITS - 1)) as f32;
-
     real!(
         f32,
         u32,
         crate::kernels::kernels_f32,
-        EXP2 = [0.693_147_06, 0.240_229_09, 0.055_486_184, 0.009_673_775, 0.001_248_228_8, 0.000_215_659_85],
+        EXP2 = [1.386_294_4, 0.480_452_95, 0.111_006_65, 0.019_236_874, 0.002_679_774_8, 0.000_307_067_24],
         TANH = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_987_4],
         NORMAL_TAIL = [
             0.179_001_15,
@@ -130,24 +123,22 @@ mod single {
 mod double {
     use super::*;
 
-    const INTEGER: f64 = 1.5 * (1_u64 << (f64::MANTISSA_DIGITS - 1)) as f64;
-
     real!(
         f64,
         u64,
         crate::kernels::kernels_f64,
         EXP2 = [
-            0.693_147_180_559_946,
-            0.240_226_506_959_063_3,
-            0.055_504_108_665_602_23,
-            0.009_618_129_099_550_942,
-            0.001_333_355_862_956_076_9,
-            0.000_154_035_123_097_839_9,
-            0.000_015_253_175_052_942_546,
-            1.320_836_731_763_581_8e-6,
-            1.025_321_223_903_769_8e-7,
-            6.559_530_090_688_845e-9,
-            6.263_464_838_782_908e-10,
+            1.386_294_361_119_890_6,
+            0.480_453_013_918_202_6,
+            0.111_008_217_329_640_17,
+            0.019_236_258_215_188_24,
+            0.002_666_711_629_354_924_5,
+            0.000_308_070_609_142_242_64,
+            0.000_030_505_466_986_251_35,
+            2.643_087_056_458_365_3e-6,
+            2.035_639_914_528_117_2e-7,
+            1.414_756_650_177_134_7e-8,
+            8.869_542_345_845_254e-10,
         ],
         TANH = [
             -0.333_333_333_333_328_54,

@@ -50,6 +50,7 @@ pub(crate) trait Simd: Copy {
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a b + c`; rounded once at every level but `Portable` on x86.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    fn abs(self, a: Self::V) -> Self::V;
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
 
@@ -62,11 +63,8 @@ pub(crate) trait Simd: Copy {
     /// `a` where the mask is true, `b` elsewhere. The lane that is not taken has no influence, NaN included.
     fn select(self, mask: Self::Mask, a: Self::V, b: Self::V) -> Self::V;
 
-    /// `t - ⌊t⌋` for `t` up to the overflow exponent; anything for -inf and beyond, NaN for NaN.
-    fn fraction(self, t: Self::V) -> Self::V;
-    /// `p 2^⌊t⌋` for `p` in [1, 2) and `t` up to the overflow exponent, where it is infinite; zero if `t` is below the
-    /// exponent of the smallest normal number, whatever `p` is then; NaN if `t` and `p` are NaN. Anything beyond.
-    fn scale_by_floor(self, p: Self::V, t: Self::V) -> Self::V;
+    /// [`Real::exponent_to_power`] of each lane.
+    fn exponent_to_power(self, v: Self::V) -> Self::V;
 
     /// The lanes of `a` and `b` alternating: the first `LANES` of them and the rest.
     fn interleave(self, a: Self::V, b: Self::V) -> (Self::V, Self::V);

@@ -1,11 +1,11 @@
 //! One step of the online softmax: a group of rows meets one tile of 64 keys.
 //!
 //! ```text
-//! s  = factor · q·k
-//! s  = cap · tanh(s / cap) + bias
-//! m' = m, or the largest visible score       m' ≠ m only if some visible s > m + 6
-//! p  = e^(s - m') where visible, else 0
-//! l  = l · e^(m - m') + p,   o = o · e^(m - m')
+//! s  = q·k                                   factor: from a product to a score
+//! s  = cap · tanh(factor · s / cap) + bias   if there is a cap or a bias, and then factor = 1
+//! m' = m, or the largest visible s           m' ≠ m only if some visible factor · s > factor · m + 6
+//! p  = e^(factor (s - m')) where visible, else 0
+//! l  = l · e^(factor (m - m')) + p,   o = o · e^(factor (m - m'))
 //! ```
 //!
 //! Shapes: `p` `[rows][64]` (scores in, probabilities out), `m` `[rows]`, `l` `[rows][16]` (one partial sum per lane), `o`
@@ -16,13 +16,14 @@
 //! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
 
-use super::exp::{exp2, exp2_together};
+use super::exp::{Rate, exp2, exp2_at};
 use super::mods::{Mods, score_mods};
 use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
 use num_traits::{Float, One};
 use std::ptr;
+use std::sync::atomic::{Ordering, compiler_fence};
 
 /// One step, by pointers.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +33,7 @@ pub(crate) struct Softmax<T> {
     pub(crate) first: usize,
     pub(crate) end: usize,
     pub(crate) p: *mut T,
+    /// In units of `s`: of products, or of scores if there is a cap or a bias.
     pub(crate) m: *mut T,
     pub(crate) l: *mut T,
     pub(crate) o: *mut T,
@@ -54,7 +56,7 @@ pub(crate) struct Softmax<T> {
 /// # Safety
 /// The arrays must have the shapes above and be readable and writable, `first <= end <= 64`.
 #[inline(always)]
-pub(crate) unsafe fn softmax<S: Simd, const NV: usize>(s: S, a: &Softmax<S::Elem>) {
+pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
     // SAFETY: the contract is handed on; `WHOLE` is chosen only if the range is 0..64.
     unsafe {
         let mut factor = a.factor;
@@ -68,26 +70,23 @@ pub(crate) unsafe fn softmax<S: Simd, const NV: usize>(s: S, a: &Softmax<S::Elem
             factor = S::Elem::one();
         }
         match (all_visible, a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, true, NV>(s, a, factor),
-            (true, false) => rows::<S, false, false, 1>(s, a, factor),
-            (false, true) => rows::<S, true, true, NV>(s, a, factor),
-            (false, false) => rows::<S, true, false, 1>(s, a, factor),
+            (true, true) => rows::<S, false, true>(s, a, factor),
+            (true, false) => rows::<S, false, false>(s, a, factor),
+            (false, true) => rows::<S, true, true>(s, a, factor),
+            (false, false) => rows::<S, true, false>(s, a, factor),
         }
     }
 }
 
 /// Scores to probabilities, with the reference of a row moved first if it has to. `WHOLE` fixes the range of keys to
-/// 0..64, so that loops over keys are unrolled; `STEP` vectors are taken at a time, as many as the registers hold.
+/// 0..64, so that loops over keys are unrolled.
 ///
 /// # Safety
 /// As [`softmax`].
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
-    s: S,
-    a: &Softmax<S::Elem>,
-    factor: S::Elem,
-) {
-    let (factor, log2_e) = (s.splat(factor), s.splat(S::Elem::LOG2_E));
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
+    let (to_exponent, slack) = (factor * S::Elem::LOG2_E, S::Elem::SLACK / factor);
+    let rate = Rate::new(s, to_exponent);
     let nothing = s.splat(S::Elem::neg_infinity());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
@@ -97,21 +96,19 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
 
             let mut top = nothing;
-            let mut key = first;
-            while key < end {
+            for key in (first..end).step_by(S::LANES) {
                 let mut x = s.load(p.add(key));
                 if MASKED {
+                    // The power of what is hidden is zero from here on.
                     x = s.select(s.mask_from_bits(visible >> key), x, nothing);
+                    s.store(p.add(key), x);
                 }
-                // This order of operands skips NaN, which reaches `p` by itself.
-                top = s.max(x, top);
-                key += S::LANES;
+                // Of a NaN all that follows is NaN; that it hides what came before it does not matter any more.
+                top = s.max(top, x);
             }
 
-            // Rounding keeps order, so this is the largest of the products that are formed below.
-            let top = s.mul(top, factor);
             let m = &mut *a.m.add(row);
-            let limit = s.splat(*m + S::Elem::SLACK);
+            let limit = s.splat(*m + slack);
             if *m == S::Elem::neg_infinity() || s.mask_bits(s.lt(limit, top)) != 0 {
                 cold();
                 if MASKED && *m == S::Elem::neg_infinity() && visible & key_bits(first, end) == 0 {
@@ -123,46 +120,36 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
                 // Finite from now on, also if every visible score is -inf.
                 let moved = m.max(s.reduce_max(top)).max(S::Elem::min_value());
                 if *m != S::Elem::neg_infinity() {
-                    rescale(s, a, row, *m - moved);
+                    rescale(s, a, row, (*m - moved) * to_exponent);
                 }
                 *m = moved;
             }
 
             let reference = s.splat(*m);
+            // The row is read anew: kept from above, it would take all registers, and be written to memory once more.
+            compiler_fence(Ordering::AcqRel);
             let l = a.l.add(row * PANEL);
             let mut sum = s.load(l);
-            let mut key = first;
-            while key < end {
-                let mut t = [s.zero(); STEP];
-                for v in 0..STEP {
-                    // The difference is exact where it is small: all that follows from it has the relative error of a
-                    // power, and a key that has all the weight has p = 1, here and on the way back.
-                    let x = s.mul(s.load(p.add(key + v * S::LANES)), factor);
-                    t[v] = s.mul(s.sub(x, reference), log2_e);
-                }
-                let mut e = exp2_together(s, t);
-                for v in 0..STEP {
-                    let key = key + v * S::LANES;
-                    if MASKED {
-                        e[v] = s.select(s.mask_from_bits(visible >> key), e[v], s.zero());
-                    }
-                    s.store(p.add(key), e[v]);
-                    sum = s.add(sum, e[v]);
-                }
-                key += STEP * S::LANES;
+            for key in (first..end).step_by(S::LANES) {
+                // The difference is exact where it is small: all that follows from it has the relative error of a power, and
+                // a key that has all the weight has p = 1.
+                let x = s.sub(s.load(p.add(key)), reference);
+                let e = exp2_at(s, x, &rate);
+                s.store(p.add(key), e);
+                sum = s.add(sum, e);
             }
             s.store(l, sum);
         }
     }
 }
 
-/// Multiplies the row of `o` and its partial sums by `e^exponent`.
+/// Multiplies the row of `o` and its partial sums by `2^exponent`.
 ///
 /// # Safety
 /// As [`softmax`], with `row < rows`.
 #[inline(always)]
 unsafe fn rescale<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize, exponent: S::Elem) {
-    let factor = exp2(s, s.splat(exponent * S::Elem::LOG2_E));
+    let factor = exp2(s, s.splat(exponent));
     // SAFETY: `width` and 16 are multiples of LANES, and the row of `o` and `l` has that many elements (contract).
     unsafe {
         let l = a.l.add(row * PANEL);

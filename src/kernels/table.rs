@@ -65,9 +65,9 @@ macro_rules! level {
         pub(super) static $name: Kernels<$t> = {
             level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, _, $nv, $medium, $wide, $widest>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
-            level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax::<_, $nv>);
+            level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax);
             level!(@entry $token $(, $features)?, values(a: &Values<$t>) -> () = values::values);
-            level!(@entry $token $(, $features)?, back(a: &Back<$t>) -> () = back::back::<_, $nv>);
+            level!(@entry $token $(, $features)?, back(a: &Back<$t>) -> () = back::back);
             level!(@entry $token $(, $features)?, pairs(a: &Pairs<$t>) -> () = pairs::pairs);
             level!(@entry $token $(, $features)?, dropping(a: &Dropping<$t>) -> () = dropout::dropping);
             level!(@entry $token $(, $features)?, panels(a: &Pack<$t>) -> () = pack::panels);
