@@ -17,6 +17,7 @@
 //! of `exp.rs` are: one operand in denormal form makes the products that follow a hundred times slower.
 
 use super::dropout::Into;
+use super::exp::{Powers, TOGETHER};
 use super::mods::{Mods, score_mods};
 use super::real::Real;
 use super::simd::Simd;
@@ -24,7 +25,7 @@ use super::softmax::key_bits;
 use super::step::{Scoring, Visible};
 use super::table::Kernels;
 use super::tile::MAX_ROWS;
-use super::{KEYS, PANEL, exp};
+use super::{KEYS, PANEL};
 use num_traits::{Float, One};
 use std::ops::Range;
 use std::ptr;
@@ -78,21 +79,28 @@ pub(crate) unsafe fn back<S: Simd>(s: S, a: &Back<S::Elem>) {
             factor = S::Elem::one();
         }
         match (all_visible, a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, true>(s, a, factor),
-            (true, false) => rows::<S, false, false>(s, a, factor),
-            (false, true) => rows::<S, true, true>(s, a, factor),
-            (false, false) => rows::<S, true, false>(s, a, factor),
+            (true, true) => rows::<S, false, true, TOGETHER>(s, a, factor),
+            (true, false) => rows::<S, false, false, 1>(s, a, factor),
+            (false, true) => rows::<S, true, true, TOGETHER>(s, a, factor),
+            (false, false) => rows::<S, true, false, 1>(s, a, factor),
         }
     }
 }
 
-/// The rows of a group. `WHOLE` fixes the range of keys to 0..64, so that the loop is unrolled.
+/// The rows of a group. `WHOLE` fixes the range of keys to 0..64, so that the loop is unrolled; `STEP` vectors are taken
+/// at a time.
 ///
 /// # Safety
 /// As [`back`].
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S::Elem>, factor: S::Elem) {
-    let (factor, log2_e) = (s.splat(factor), exp::Rate::new(s, S::Elem::LOG2_E));
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
+    s: S,
+    a: &Back<S::Elem>,
+    factor: S::Elem,
+) {
+    let factor = s.splat(factor);
+    let powers = Powers::new(s, S::Elem::LOG2_E);
+    let powers = powers.in_memory();
     let smallest = s.splat(S::Elem::min_positive_value());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
@@ -102,33 +110,41 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S:
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
             let lse = s.splat(*a.lse.add(row));
             let delta = s.splat(*a.delta.add(row));
-            for key in (first..end).step_by(S::LANES) {
-                // Rounded before the difference, as the lse was: a key that has all the weight has p = 1.
-                let x = s.sub(s.mul(s.load(p.add(key)), factor), lse);
-                let e = exp::exp2_at(s, x, &log2_e);
-                let seen = s.mask_from_bits(visible >> key);
-                let e = if MASKED { s.select(seen, e, s.zero()) } else { e };
-                let (mut d_p, mut kept) = (s.load(d.add(key)), e);
-                if !a.z.is_null() {
-                    let z = s.load(a.z.add(row * KEYS + key));
-                    (d_p, kept) = (s.mul(z, d_p), s.mul(z, e));
+            let mut key = first;
+            while key < end {
+                let mut x = [s.zero(); STEP];
+                for v in 0..STEP {
+                    // Rounded before the difference, as the lse was: a key that has all the weight has p = 1.
+                    x[v] = s.sub(s.mul(s.load(p.add(key + v * S::LANES)), factor), lse);
                 }
-                let mut d_x = s.mul(e, s.sub(d_p, delta));
-                if MASKED {
-                    d_x = s.select(seen, d_x, s.zero());
-                }
-                if !a.d_scores.is_null() {
-                    s.store(a.d_scores.add(row * KEYS + key), d_x);
-                }
-                if a.softcap.is_some() {
-                    d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
+                let e = powers.of(s, x);
+                for v in 0..STEP {
+                    let key = key + v * S::LANES;
+                    let seen = s.mask_from_bits(visible >> key);
+                    let e = if MASKED { s.select(seen, e[v], s.zero()) } else { e[v] };
+                    let (mut d_p, mut kept) = (s.load(d.add(key)), e);
+                    if !a.z.is_null() {
+                        let z = s.load(a.z.add(row * KEYS + key));
+                        (d_p, kept) = (s.mul(z, d_p), s.mul(z, e));
+                    }
+                    let mut d_x = s.mul(e, s.sub(d_p, delta));
                     if MASKED {
-                        // The slope of a hidden pair is what its product was, NaN included.
                         d_x = s.select(seen, d_x, s.zero());
                     }
+                    if !a.d_scores.is_null() {
+                        s.store(a.d_scores.add(row * KEYS + key), d_x);
+                    }
+                    if a.softcap.is_some() {
+                        d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
+                        if MASKED {
+                            // The slope of a hidden pair is what its product was, NaN included.
+                            d_x = s.select(seen, d_x, s.zero());
+                        }
+                    }
+                    s.store(p.add(key), kept);
+                    s.store(d.add(key), s.select(s.lt(s.abs(d_x), smallest), s.zero(), d_x));
                 }
-                s.store(p.add(key), kept);
-                s.store(d.add(key), s.select(s.lt(s.abs(d_x), smallest), s.zero(), d_x));
+                key += STEP * S::LANES;
             }
             if !WHOLE {
                 for key in (0..first).chain(end..KEYS).step_by(S::LANES) {

@@ -24,22 +24,73 @@
 use super::real::Real;
 use super::simd::Simd;
 use num_traits::{Float, One};
+use std::hint::black_box;
 
-/// By what an exponent is multiplied before it becomes one of 2.
+/// Vectors whose polynomials advance together.
+pub(crate) const TOGETHER: usize = 4;
+
+/// The constants of `2^(rate x)`.
 #[derive(Clone, Copy)]
-pub(crate) struct Rate<V> {
+pub(crate) struct Powers<V> {
     rate: V,
     /// From here down the power is zero.
     lowest: V,
+    to_exponent: V,
+    two: V,
+    /// The highest first.
+    coefficients: [V; MOST_COEFFICIENTS],
 }
 
-impl<V: Copy> Rate<V> {
+/// Coefficients of the longer polynomial.
+const MOST_COEFFICIENTS: usize = <f64 as Real>::EXP2.len();
+
+impl<V: Copy> Powers<V> {
     /// `rate > 0`
     #[inline(always)]
     pub(crate) fn new<S: Simd<V = V>>(s: S, rate: S::Elem) -> Self {
         let rate = rate.min(S::Elem::max_value());
         let lowest = ((S::Elem::MIN_EXPONENT - S::Elem::one()) / rate).max(S::Elem::min_value());
-        Self { rate: s.splat(rate), lowest: s.splat(lowest) }
+        let mut coefficients = [s.zero(); MOST_COEFFICIENTS];
+        for (to, &from) in coefficients.iter_mut().zip(S::Elem::EXP2.iter().rev()) {
+            *to = s.splat(from);
+        }
+        Self {
+            rate: s.splat(rate),
+            lowest: s.splat(lowest),
+            to_exponent: s.splat(S::Elem::TO_EXPONENT),
+            two: s.splat(S::Elem::one() + S::Elem::one()),
+            coefficients,
+        }
+    }
+
+    /// The same, to be read from memory where they are needed. The compiler would keep all of them in registers, and let the
+    /// vectors follow each other because none are left to have several at a time (16 registers: 5 % of attention).
+    #[inline(always)]
+    pub(crate) fn in_memory(&self) -> &Self {
+        black_box(self)
+    }
+
+    /// `2^(rate x)` for each lane of `N` vectors whose powers do not overflow (or that are NaN), as softmax has them. The
+    /// polynomials advance together: one alone is a chain of operations that wait for each other.
+    #[inline(always)]
+    pub(crate) fn of<S: Simd<V = V>, const N: usize>(&self, s: S, x: [V; N]) -> [V; N] {
+        let (mut exponent, mut f, mut p) = (x, x, x);
+        for v in 0..N {
+            // This order of operands keeps NaN.
+            let x = s.max(self.lowest, x[v]);
+            exponent[v] = s.fma(x, self.rate, self.to_exponent);
+            f[v] = s.fma(x, self.rate, s.sub(self.to_exponent, exponent[v]));
+            p[v] = self.coefficients[0];
+        }
+        for coefficient in &self.coefficients[1..S::Elem::EXP2.len()] {
+            for v in 0..N {
+                p[v] = s.fma(p[v], f[v], *coefficient);
+            }
+        }
+        for v in 0..N {
+            p[v] = s.mul(s.fma(p[v], f[v], self.two), s.exponent_to_power(exponent[v]));
+        }
+        p
     }
 }
 
@@ -47,22 +98,8 @@ impl<V: Copy> Rate<V> {
 #[inline(always)]
 pub(crate) fn exp2<S: Simd>(s: S, t: S::V) -> S::V {
     // This order of operands keeps NaN.
-    exp2_at(s, s.min(s.splat(S::Elem::OVERFLOW_EXPONENT), t), &Rate::new(s, S::Elem::one()))
-}
-
-/// `2^(rate x)` for each lane whose power does not overflow (or that is NaN), as softmax has them.
-///
-/// It is a chain of operations that wait for each other: a loop over vectors should be unrolled, so that the CPU has
-/// several of them at a time.
-#[inline(always)]
-pub(crate) fn exp2_at<S: Simd>(s: S, x: S::V, rate: &Rate<S::V>) -> S::V {
-    let to_exponent = s.splat(S::Elem::TO_EXPONENT);
-    // This order of operands keeps NaN.
-    let x = s.max(rate.lowest, x);
-    let exponent = s.fma(x, rate.rate, to_exponent);
-    let f = s.fma(x, rate.rate, s.sub(to_exponent, exponent));
-    let two = s.splat(S::Elem::one() + S::Elem::one());
-    s.mul(s.fma(polynomial(s, f, S::Elem::EXP2), f, two), s.exponent_to_power(exponent))
+    let [power] = Powers::new(s, S::Elem::one()).of(s, [s.min(s.splat(S::Elem::OVERFLOW_EXPONENT), t)]);
+    power
 }
 
 /// `tanh(x)` for each lane.

@@ -11,7 +11,7 @@
 //! rounded is above all the exponent, two or three times by half an ε: the relative error of `Φ` is at most `ε (16 + 3 x² / 4)` at
 //! every level, where ε is the distance from 1 to the next number (tests below).
 
-use super::exp::{Rate, exp2_at};
+use super::exp::Powers;
 use super::real::Real;
 use super::simd::Simd;
 use num_traits::Float;
@@ -60,8 +60,7 @@ fn part<S: Simd, const SLOPE: bool, const N: usize>(s: S, x: [S::V; N]) -> [S::V
         power[v] = s.mul(s.mul(number(-0.5), x[v]), x[v]);
         t[v] = s.sub(one, s.div(number(6.0), s.fma(number(FRAC_1_SQRT_2), size, number(3.0))));
     }
-    let rate = Rate::new(s, S::Elem::LOG2_E);
-    let power = power.map(|power| exp2_at(s, power, &rate));
+    let power = Powers::new(s, S::Elem::LOG2_E).of(s, power);
     let (last, others) = (S::Elem::NORMAL_TAIL[S::Elem::NORMAL_TAIL.len() - 1], S::Elem::NORMAL_TAIL.len() - 1);
     p.fill(s.splat(last));
     for &coefficient in S::Elem::NORMAL_TAIL[..others].iter().rev() {

@@ -16,7 +16,7 @@
 //! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
 
-use super::exp::{Rate, exp2, exp2_at};
+use super::exp::{Powers, TOGETHER, exp2};
 use super::mods::{Mods, score_mods};
 use super::real::Real;
 use super::simd::Simd;
@@ -70,23 +70,28 @@ pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
             factor = S::Elem::one();
         }
         match (all_visible, a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, true>(s, a, factor),
-            (true, false) => rows::<S, false, false>(s, a, factor),
-            (false, true) => rows::<S, true, true>(s, a, factor),
-            (false, false) => rows::<S, true, false>(s, a, factor),
+            (true, true) => rows::<S, false, true, TOGETHER>(s, a, factor),
+            (true, false) => rows::<S, false, false, 1>(s, a, factor),
+            (false, true) => rows::<S, true, true, TOGETHER>(s, a, factor),
+            (false, false) => rows::<S, true, false, 1>(s, a, factor),
         }
     }
 }
 
 /// Scores to probabilities, with the reference of a row moved first if it has to. `WHOLE` fixes the range of keys to
-/// 0..64, so that loops over keys are unrolled.
+/// 0..64, so that loops over keys are unrolled; `STEP` vectors are taken at a time.
 ///
 /// # Safety
 /// As [`softmax`].
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
+    s: S,
+    a: &Softmax<S::Elem>,
+    factor: S::Elem,
+) {
     let (to_exponent, slack) = (factor * S::Elem::LOG2_E, S::Elem::SLACK / factor);
-    let rate = Rate::new(s, to_exponent);
+    let powers = Powers::new(s, to_exponent);
+    let powers = powers.in_memory();
     let nothing = s.splat(S::Elem::neg_infinity());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
@@ -130,13 +135,20 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
             compiler_fence(Ordering::AcqRel);
             let l = a.l.add(row * PANEL);
             let mut sum = s.load(l);
-            for key in (first..end).step_by(S::LANES) {
-                // The difference is exact where it is small: all that follows from it has the relative error of a power, and
-                // a key that has all the weight has p = 1.
-                let x = s.sub(s.load(p.add(key)), reference);
-                let e = exp2_at(s, x, &rate);
-                s.store(p.add(key), e);
-                sum = s.add(sum, e);
+            let mut key = first;
+            while key < end {
+                let mut x = [s.zero(); STEP];
+                for v in 0..STEP {
+                    // The difference is exact where it is small: all that follows from it has the relative error of a power,
+                    // and a key that has all the weight has p = 1.
+                    x[v] = s.sub(s.load(p.add(key + v * S::LANES)), reference);
+                }
+                let e = powers.of(s, x);
+                for v in 0..STEP {
+                    s.store(p.add(key + v * S::LANES), e[v]);
+                    sum = s.add(sum, e[v]);
+                }
+                key += STEP * S::LANES;
             }
             s.store(l, sum);
         }
