@@ -390,9 +390,8 @@ impl<T: Element> Backward<'_, '_, T> {
             if let Some(tables) = &self.tables {
                 tables.add_products(&patch, p, queries.tables);
             }
-            if let Some(from) = &rules.bias {
-                walk.pack_bias(from, rows.clone(), keys.clone(), queries.bias);
-            }
+            let bias =
+                rules.bias.as_ref().map(|from| walk.bias_rows(from, rows.clone(), keys.clone(), &mut *queries.bias));
             let mut group = BackGroup {
                 rows: rows.len(),
                 p,
@@ -402,7 +401,7 @@ impl<T: Element> Backward<'_, '_, T> {
             };
             let scoring = Scoring {
                 visible: bits.as_ref().map(|bits| &bits[..]),
-                bias: rules.bias.is_some().then_some(&*queries.bias),
+                bias,
                 softcap: rules.softcap,
                 factor: rules.scale,
                 dropout: rules.dropout.as_ref().map(|dropout| Dropped {

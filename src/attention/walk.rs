@@ -24,7 +24,7 @@ use super::source::{Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Next, Operand, PANEL, Queries, RowKey, Scoring,
+    Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Next, Operand, PANEL, Queries, RowKey, Scoring, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -185,8 +185,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// The query head and the position of a row: positions ascend, so that a group of rows spans few of them.
     pub(super) fn row(&self, row: usize) -> (usize, usize) {
-        let head = self.only.unwrap_or_else(|| self.call.rules.heads.query_head(self.at.kv_head, row % self.group));
-        (head, self.at.positions.start + row / self.group)
+        let (index, position) = if self.group == 1 { (0, row) } else { (row % self.group, row / self.group) };
+        let head = self.only.unwrap_or_else(|| self.call.rules.heads.query_head(self.at.kv_head, index));
+        (head, self.at.positions.start + position)
     }
 
     /// The keys that the first and the last of some rows see, before dense rules: they bound those of all between.
@@ -242,14 +243,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                     packed = Some(self.unpack(range.clone(), room));
                 }
                 let Some(from) = packed else { continue };
-                if let Some(from) = &rules.bias {
-                    self.pack_bias(from, rows.clone(), range.clone(), bias);
-                }
+                let bias =
+                    rules.bias.as_ref().map(|from| self.bias_rows(from, rows.clone(), range.clone(), &mut *bias));
                 let mut group = self.group(rows.clone(), queries, state, scores);
                 let tile = self.key_tile(from, sight.panels, row / MAX_ROWS);
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
-                    bias: rules.bias.is_some().then_some(&*bias),
+                    bias,
                     softcap: rules.softcap,
                     factor,
                     dropout: rules.dropout.as_ref().map(|dropout| Dropped {
@@ -320,19 +320,34 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
     }
 
-    /// `[rows][64]`, zeros beyond the keys.
-    pub(super) fn pack_bias(&self, from: &Bias<'_, T>, rows: Range<usize>, keys: Range<usize>, to: &mut [T]) {
+    /// The biases of a group of rows: where they are, or copied, with zeros beyond the keys.
+    pub(super) fn bias_rows<'s>(
+        &self,
+        from: &'s Bias<'_, T>,
+        rows: Range<usize>,
+        keys: Range<usize>,
+        room: &'s mut [T],
+    ) -> [&'s [T]; MAX_ROWS] {
+        let row = |row: usize| {
+            let (head, i) = self.row(row);
+            self.score_row(head, i)
+        };
         // The next group comes after the products of this one: time enough.
-        for row in rows.end..self.rows.min(rows.end + MAX_ROWS) {
-            let (head, i) = self.row(row);
-            from.fetch(self.score_row(head, i), keys.clone());
+        for next in rows.end..self.rows.min(rows.end + MAX_ROWS) {
+            from.fetch(row(next), keys.clone());
         }
-        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
-            let (head, i) = self.row(row);
+        let mut found = [&[][..]; MAX_ROWS];
+        let mut find =
+            |(row, to): (ScoreRow, &mut &'s [T])| from.row(row, keys.clone()).map(|found| *to = found).is_some();
+        if keys.len() == KEYS && rows.clone().map(row).zip(&mut found).all(&mut find) {
+            return found;
+        }
+        for (row, to) in rows.map(row).zip(room.chunks_exact_mut(KEYS)) {
             let (visible, beyond) = to.split_at_mut(keys.len());
-            from.copy(self.score_row(head, i), keys.start, visible);
+            from.copy(row, keys.start, visible);
             beyond.fill(T::zero());
         }
+        rows_of_tile(room)
     }
 
     /// `[rows][distances]`: the products of the packed queries with the relative keys, packed tile by tile like others.

@@ -18,7 +18,7 @@
 
 use super::dropout::Into;
 use super::exp::{Powers, TOGETHER};
-use super::mods::{Mods, score_mods};
+use super::mods::{BiasRows, Mods, score_mods};
 use super::real::Real;
 use super::simd::Simd;
 use super::softmax::key_bits;
@@ -47,8 +47,8 @@ pub(crate) struct Back<T> {
     pub(crate) visible: *mut u64,
     /// Every key of the range is visible, as far as `visible` knows beforehand.
     pub(crate) all_visible: bool,
-    /// `[rows][64]`, or null.
-    pub(crate) bias: *const T,
+    /// For each row, of the keys up to `end`.
+    pub(crate) bias: Option<BiasRows<T>>,
     pub(crate) softcap: Option<T>,
     /// What turns the products in `p` into scores.
     pub(crate) factor: T,
@@ -70,7 +70,7 @@ pub(crate) unsafe fn back<S: Simd>(s: S, a: &Back<S::Elem>) {
     unsafe {
         let mut factor = a.factor;
         let mut all_visible = a.all_visible;
-        if a.softcap.is_some() || !a.bias.is_null() {
+        if a.softcap.is_some() || a.bias.is_some() {
             let Back { first, end, p, visible, bias, softcap, slope, .. } = *a;
             let mods = Mods { first, end, p, visible, bias, softcap, factor, slope };
             for row in 0..a.rows {
@@ -206,7 +206,7 @@ impl<T: Real> Kernels<T> {
         let len = rows * KEYS;
         let (p, d) = (&mut group.p[..len], &mut group.d[..len]);
         let (lse, delta) = (&group.lse[..rows], &group.delta[..rows]);
-        let bias = scoring.bias.map(|bias| &bias[..len]);
+        let bias = scoring.bias_pointers(rows, end);
         let z = scoring.dropout.as_ref().map(|_| &room.z[..len]);
         let slope = scoring.softcap.map(|_| &mut room.slope[..len]);
         let d_scores = (!room.d_scores.is_empty()).then(|| &mut room.d_scores[..len]);
@@ -223,7 +223,7 @@ impl<T: Real> Kernels<T> {
                 delta: delta.as_ptr(),
                 visible: visible.as_mut_ptr(),
                 all_visible,
-                bias: bias.map_or(ptr::null(), <[T]>::as_ptr),
+                bias,
                 softcap: scoring.softcap,
                 factor: scoring.factor,
                 slope: slope.map_or(ptr::null_mut(), <[T]>::as_mut_ptr),
@@ -239,6 +239,7 @@ impl<T: Real> Kernels<T> {
 mod tests {
     use super::*;
     use crate::kernels::dropout::{Dropped, Drops, RowKey};
+    use crate::kernels::step::rows_of_tile;
     use crate::kernels::testing::{Numbers, at_every_level, nans, real, wide};
 
     /// What a call of the kernel is given beyond the products.
@@ -280,7 +281,7 @@ mod tests {
             let mut room = BackRoom { slope: &mut slope, z: &mut z, d_scores: &mut d_scores };
             let scoring = Scoring {
                 visible: self.visible.as_ref().map(|visible| &visible[..]),
-                bias: self.bias.as_deref(),
+                bias: self.bias.as_deref().map(rows_of_tile),
                 softcap: self.softcap,
                 factor,
                 dropout: self.drops.map(|drops| Dropped { keys: &row_keys, first: 128, drops }),

@@ -11,7 +11,11 @@ use super::KEYS;
 use super::exp::tanh;
 use super::simd::Simd;
 use super::softmax::cold;
+use super::tile::MAX_ROWS;
 use num_traits::{Float, One};
+
+/// For each row of a group, where the biases of a tile's keys begin.
+pub(super) type BiasRows<T> = [*const T; MAX_ROWS];
 
 /// The scores of a group of rows and one tile of keys, by pointers.
 #[derive(Clone, Copy, Debug)]
@@ -23,8 +27,7 @@ pub(super) struct Mods<T> {
     pub(super) p: *mut T,
     /// Per row, bit j set if key j is visible.
     pub(super) visible: *mut u64,
-    /// `[rows][64]`, or null.
-    pub(super) bias: *const T,
+    pub(super) bias: Option<BiasRows<T>>,
     pub(super) softcap: Option<T>,
     /// What turns the products into scores.
     pub(super) factor: T,
@@ -38,60 +41,52 @@ pub(super) struct Mods<T> {
 /// The arrays of [`Mods`] must have its shapes, with a row `row`.
 #[inline(always)]
 pub(super) unsafe fn score_mods<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
-    // SAFETY: the contract is handed on; `visible` has a word per row.
-    unsafe {
-        modify(s, a, row);
-        if a.bias.is_null() || !hides(s, a, row) {
-            return false;
-        }
-        cold();
-        *a.visible.add(row) &= !hidden(s, a, row);
-        true
+    let mut factor = a.factor;
+    if let Some(cap) = a.softcap {
+        // SAFETY: the contract is handed on.
+        unsafe { cap_scores(s, a, row, cap) };
+        factor = S::Elem::one();
     }
+    let Some(bias) = a.bias else { return false };
+    let factor = s.splat(factor);
+    let mut smallest = s.zero();
+    for key in (a.first..a.end).step_by(S::LANES) {
+        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of each array (contract).
+        unsafe {
+            let (bias, p) = (s.load(bias[row].add(key)), a.p.add(row * KEYS + key));
+            s.store(p, s.fma(s.load(p), factor, bias));
+            // This order of operands skips NaN, which reaches the score by itself.
+            smallest = s.min(bias, smallest);
+        }
+    }
+    if s.mask_bits(s.lt(smallest, s.splat(S::Elem::min_value()))) == 0 {
+        return false;
+    }
+    cold();
+    // SAFETY: the contract is handed on; `visible` has a word per row.
+    unsafe { *a.visible.add(row) &= !hidden(s, a, bias[row]) };
+    true
 }
 
-/// The scores of a row capped and with the bias added.
+/// The products of a row to capped scores.
 ///
 /// # Safety
 /// As [`score_mods`].
 #[inline(always)]
-unsafe fn modify<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) {
-    let factor = s.splat(a.factor);
+unsafe fn cap_scores<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize, cap: S::Elem) {
+    let (factor, cap) = (s.splat(a.factor), s.splat(cap));
     for key in (a.first..a.end).step_by(S::LANES) {
         // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of each array (contract).
         unsafe {
             let p = a.p.add(row * KEYS + key);
-            let mut x = s.mul(s.load(p), factor);
-            if let Some(cap) = a.softcap {
-                let cap = s.splat(cap);
-                let bounded = tanh(s, s.div(x, cap));
-                x = s.mul(cap, bounded);
-                if !a.slope.is_null() {
-                    let slope = s.fma(s.sub(s.zero(), bounded), bounded, s.splat(S::Elem::one()));
-                    s.store(a.slope.add(row * KEYS + key), slope);
-                }
+            let bounded = tanh(s, s.div(s.mul(s.load(p), factor), cap));
+            s.store(p, s.mul(cap, bounded));
+            if !a.slope.is_null() {
+                let slope = s.fma(s.sub(s.zero(), bounded), bounded, s.splat(S::Elem::one()));
+                s.store(a.slope.add(row * KEYS + key), slope);
             }
-            if !a.bias.is_null() {
-                x = s.add(x, s.load(a.bias.add(row * KEYS + key)));
-            }
-            s.store(p, x);
         }
     }
-}
-
-/// Whether some bias of a row is -inf.
-///
-/// # Safety
-/// As [`score_mods`], with a bias.
-#[inline(always)]
-unsafe fn hides<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
-    let mut smallest = s.zero();
-    for key in (a.first..a.end).step_by(S::LANES) {
-        // SAFETY: key + LANES <= end <= 64, so the vector lies in the row of the bias (contract). This order of operands
-        // skips NaN, which reaches the score by itself.
-        smallest = s.min(unsafe { s.load(a.bias.add(row * KEYS + key)) }, smallest);
-    }
-    s.mask_bits(s.lt(smallest, s.splat(S::Elem::min_value()))) != 0
 }
 
 /// The bits of the keys whose bias is -inf.
@@ -99,12 +94,12 @@ unsafe fn hides<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
 /// # Safety
 /// As [`score_mods`], with a bias.
 #[inline(always)]
-unsafe fn hidden<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> u64 {
+unsafe fn hidden<S: Simd>(s: S, a: &Mods<S::Elem>, bias: *const S::Elem) -> u64 {
     let lowest = s.splat(S::Elem::min_value());
     let mut bits = 0;
     for key in (a.first..a.end).step_by(S::LANES) {
         // SAFETY: as above.
-        bits |= s.mask_bits(s.lt(unsafe { s.load(a.bias.add(row * KEYS + key)) }, lowest)) << key;
+        bits |= s.mask_bits(s.lt(unsafe { s.load(bias.add(key)) }, lowest)) << key;
     }
     bits
 }

@@ -65,7 +65,7 @@ impl<T: Real> Kernels<T> {
             width,
             visible: ptr::null_mut(),
             all_visible: true,
-            bias: ptr::null(),
+            bias: None,
             softcap,
             factor,
         };

@@ -17,7 +17,7 @@
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
 
 use super::exp::{Powers, TOGETHER, exp2};
-use super::mods::{Mods, score_mods};
+use super::mods::{BiasRows, Mods, score_mods};
 use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
@@ -44,8 +44,8 @@ pub(crate) struct Softmax<T> {
     pub(crate) visible: *mut u64,
     /// Every key of the range is visible, as far as `visible` knows beforehand.
     pub(crate) all_visible: bool,
-    /// `[rows][64]`, or null.
-    pub(crate) bias: *const T,
+    /// For each row, of the keys up to `end`.
+    pub(crate) bias: Option<BiasRows<T>>,
     pub(crate) softcap: Option<T>,
     /// What turns the products in `p` into scores; positive, so that -inf stays -inf.
     pub(crate) factor: T,
@@ -61,7 +61,7 @@ pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
     unsafe {
         let mut factor = a.factor;
         let mut all_visible = a.all_visible;
-        if a.softcap.is_some() || !a.bias.is_null() {
+        if a.softcap.is_some() || a.bias.is_some() {
             let Softmax { first, end, p, visible, bias, softcap, .. } = *a;
             let mods = Mods { first, end, p, visible, bias, softcap, factor, slope: ptr::null_mut() };
             for row in 0..a.rows {

@@ -101,8 +101,8 @@ pub(crate) enum Finite {
 pub(crate) struct Scoring<'a, T> {
     /// Per row, bit j set if key j of the tile may be seen; without it, all keys of the panels may.
     pub(crate) visible: Option<&'a [u64]>,
-    /// `[rows][64]`
-    pub(crate) bias: Option<&'a [T]>,
+    /// Of each row, the biases of the keys from the first of the tile up to the last of the panels at least.
+    pub(crate) bias: Option<[&'a [T]; MAX_ROWS]>,
     /// Finite and positive.
     pub(crate) softcap: Option<T>,
     /// `|scale|`: products of queries and keys to scores. Applied to the product and not to the
@@ -110,6 +110,23 @@ pub(crate) struct Scoring<'a, T> {
     pub(crate) factor: T,
     /// Of each row, after the softmax.
     pub(crate) dropout: Option<Dropped<'a, T>>,
+}
+
+impl<T> Scoring<'_, T> {
+    /// Where the biases of the first `rows` rows begin, each for `end` keys.
+    pub(super) fn bias_pointers(&self, rows: usize, end: usize) -> Option<[*const T; MAX_ROWS]> {
+        let mut pointers = [ptr::null(); MAX_ROWS];
+        for (to, from) in pointers.iter_mut().zip(self.bias.as_ref()?).take(rows) {
+            *to = from[..end].as_ptr();
+        }
+        Some(pointers)
+    }
+}
+
+/// Rows that lie one after the other, `[6][64]` or the first of them.
+pub(crate) fn rows_of_tile<T>(numbers: &[T]) -> [&[T]; MAX_ROWS] {
+    let mut rows = numbers.chunks_exact(KEYS);
+    std::array::from_fn(|_| rows.next().unwrap_or_default())
 }
 
 impl<T> KeyTile<'_, T> {
@@ -217,7 +234,7 @@ impl<T: Real> Kernels<T> {
         let m = &mut group.m[..rows];
         let l = &mut group.l[..rows * PANEL];
         let o = &mut group.o[..extent(rows, group.o_row, tile.padded_width())];
-        let bias = scoring.bias.map(|bias| &bias[..rows * KEYS]);
+        let bias = scoring.bias_pointers(rows, keys.end);
         // SAFETY: the slices above have the shapes that the kernel asks for, `keys` is a range of whole panels within
         // 64.
         unsafe {
@@ -233,7 +250,7 @@ impl<T: Real> Kernels<T> {
                 width: tile.padded_width(),
                 visible: visible.as_mut_ptr(),
                 all_visible: scoring.visible.is_none(),
-                bias: bias.map_or(ptr::null(), <[T]>::as_ptr),
+                bias,
                 softcap: scoring.softcap,
                 factor: scoring.factor,
             });

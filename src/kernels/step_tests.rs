@@ -104,7 +104,7 @@ impl<T: Real> Case<T> {
             };
             let scoring = Scoring {
                 visible: (!plain).then_some(&bits[..]),
-                bias: self.bias.is_some().then_some(&bias[..]),
+                bias: self.bias.is_some().then(|| rows_of_tile(&bias)),
                 softcap: self.softcap,
                 factor: T::one(),
                 dropout: None,

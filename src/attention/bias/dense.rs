@@ -52,7 +52,7 @@ impl<'a, T: Element> Dense<'a, T> {
     }
 
     /// The keys of a query, if they are neighbours in memory.
-    fn row(&self, [entry, head, i]: [usize; 3]) -> Option<&'a [T]> {
+    pub(super) fn row(&self, [entry, head, i]: [usize; 3]) -> Option<&'a [T]> {
         let [_, heads, rows, keys] = self.shape;
         let row = (self.at(0, entry) * heads + self.at(1, head)) * rows + self.at(2, i);
         self.slice.filter(|_| keys > 1).map(|slice| &slice[row * keys..][..keys])

@@ -116,6 +116,12 @@ impl<'a, T: Element> Bias<'a, T> {
         }
     }
 
+    /// The numbers that are added to the scores of a row and some keys, if they lie like that in memory.
+    pub(crate) fn row(&self, row: ScoreRow, keys: Range<usize>) -> Option<&'a [T]> {
+        let dense = self.dense.filter(|_| self.alibi.is_none() && self.table.is_none())?;
+        dense.row([row.entry, row.head, row.i]).map(|row| &row[keys])
+    }
+
     /// What is added to the scores of a row and the keys from `first` on.
     pub(crate) fn copy(&self, row: ScoreRow, first: usize, to: &mut [T]) {
         let ScoreRow { entry, head, i, position } = row;
