@@ -197,7 +197,7 @@ fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3],
     let mut items = 0;
     let mut room = 0;
     let [most, fewer] = BLOCK_ROWS;
-    let columns = |y: &ArrayViewMut2<'_, T>| kernels.block_columns(y.nrows(), y.ncols());
+    let columns = |y: &ArrayViewMut2<'_, T>| kernels.block_columns(y.nrows(), y.ncols(), parallel::threads());
     let blocks = |y: &ArrayViewMut2<'_, T>| y.nrows().div_ceil(most) * y.ncols().div_ceil(columns(y));
     let enough = products.iter().flatten().map(|product| blocks(&product.y)).sum::<usize>() >= FEWEST_BLOCKS;
     let rows = if enough { most } else { fewer };

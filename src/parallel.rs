@@ -11,11 +11,19 @@ use crate::error::Result;
 #[cfg(feature = "rayon")]
 const SMALL_FLOP: f64 = 2e6;
 
+/// Threads of the current pool.
+pub(crate) fn threads() -> usize {
+    #[cfg(feature = "rayon")]
+    return rayon::current_num_threads();
+    #[cfg(not(feature = "rayon"))]
+    1
+}
+
 /// How many workers a call of so much work and so many items is worth.
 pub(crate) fn workers(flop: f64, items: usize) -> usize {
     #[cfg(feature = "rayon")]
     if flop > SMALL_FLOP {
-        return rayon::current_num_threads().min(items).max(1);
+        return threads().min(items).max(1);
     }
     let _ = (flop, items);
     1
