@@ -4,7 +4,7 @@ use ndarray::{ArrayView4, s};
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernels::{Finite, KEYS, Kernels, Operand, PANEL};
+use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, PANEL, Upcoming};
 
 /// A tile of keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -14,8 +14,8 @@ pub(crate) struct Packed<'a, T> {
     /// `[width / 16][64][16]`; in the type that is computed in, unless all of them are finite.
     pub(crate) values: Operand<'a, T>,
     pub(crate) finite: Finite,
-    /// The keys and values of the tile after, where they are read in place: they can be fetched in time.
-    pub(crate) next: Option<[Operand<'a, T>; 2]>,
+    /// The keys and values of the tile after.
+    pub(crate) next: Option<Next<'a, T>>,
 }
 
 /// Which keys a walk wants.
@@ -25,6 +25,8 @@ pub(crate) struct Wanted {
     pub(crate) kv_head: usize,
     /// Within one tile, from its first one on.
     pub(crate) keys: Range<usize>,
+    /// Those that it will want after them.
+    pub(crate) next: Range<usize>,
     /// How many groups of rows will read them.
     pub(crate) groups: usize,
 }
@@ -48,7 +50,7 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
     fn tile<'s>(
         &'s self,
         kernels: &Kernels<T>,
-        Wanted { entry, kv_head, keys, .. }: Wanted,
+        Wanted { entry, kv_head, keys, next, .. }: Wanted,
         [panels, rows]: [&'s mut [T]; 2],
     ) -> Packed<'s, T> {
         debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
@@ -57,6 +59,8 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
             true => Finite::All,
             false => Finite::NotAll,
         };
-        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next: None }
+        let next = s![entry, kv_head, next, ..];
+        let next = Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))]);
+        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next: Some(next) }
     }
 }

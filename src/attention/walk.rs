@@ -24,7 +24,7 @@ use super::source::{Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Next, Operand, PANEL, Queries, RowKey, Scoring, rows_of_tile,
+    Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -221,13 +221,15 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
         let factor = split_scale(rules.scale).1;
         let plain = rules.bias.is_none() && rules.dropout.is_none() && rules.relative_keys.is_none();
-        for tile in tiles {
-            let range = tile * KEYS..dims.kv_len.min((tile + 1) * KEYS);
+        let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
+        for tile in tiles.clone() {
+            let range = keys_of(tile);
+            let next = if tile + 1 < tiles.end { keys_of(tile + 1) } else { 0..0 };
             // Most tiles are visible to all rows of the item; only the others are looked at group by group.
             let whole = self.sees_all(range.clone());
             let (mut unpacked, mut packed) = (Some([&mut *keys, &mut *values]), None);
             if let Some(room) = unpacked.take_if(|_| whole && plain) {
-                let from = self.unpack(range.clone(), room);
+                let from = self.unpack([range.clone(), next.clone()], room);
                 let mut rows = self.group(0..self.rows, queries, state, scores);
                 if self.kernels.attend_rows(&mut rows, &self.key_tile(from, 0..KEYS / PANEL, 0), rules.softcap, factor)
                 {
@@ -240,7 +242,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 let sight = if whole { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
                 let Some(sight) = sight else { continue };
                 if let Some(room) = unpacked.take() {
-                    packed = Some(self.unpack(range.clone(), room));
+                    packed = Some(self.unpack([range.clone(), next.clone()], room));
                 }
                 let Some(from) = packed else { continue };
                 let bias =
@@ -268,9 +270,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// Keys and values of a tile.
-    fn unpack<'s>(&'s self, keys: Range<usize>, room: [&'s mut [T]; 2]) -> Packed<'s, T> {
+    fn unpack<'s>(&'s self, [keys, next]: [Range<usize>; 2], room: [&'s mut [T]; 2]) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
-        let wanted = Wanted { entry, kv_head, keys, groups: self.rows.div_ceil(MAX_ROWS) };
+        let wanted = Wanted { entry, kv_head, keys, next, groups: self.rows.div_ceil(MAX_ROWS) };
         self.call.source.tile(self.kernels, wanted, room)
     }
 
@@ -278,8 +280,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     fn key_tile<'s>(&self, from: Packed<'s, T>, panels: Range<usize>, group: usize) -> KeyTile<'s, T> {
         let Packed { keys, values, finite, next } = from;
         let groups = self.rows.div_ceil(MAX_ROWS);
-        let next = next.map(|[keys, values]| Next { keys, values, groups });
-        KeyTile { keys, values, width: self.size().width(), finite, panels, next, group }
+        KeyTile { keys, values, width: self.size().width(), finite, panels, next, group, groups }
     }
 
     /// Some rows and what is known about them.

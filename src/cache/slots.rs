@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{CacheShape, KvCache, Storage};
 use crate::attention::{Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
-use crate::kernels::{Finite, KEYS, Kernels, Operand};
+use crate::kernels::{Finite, KEYS, Kernels, Next, Operand};
 use crate::mask::{Held, Mask};
 
 /// A cache to read from and write to.
@@ -156,7 +156,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
     fn tile<'s>(
         &'s self,
         kernels: &Kernels<S::Element>,
-        Wanted { entry, kv_head, keys, groups }: Wanted,
+        Wanted { entry, kv_head, keys, groups, .. }: Wanted,
         [panels, rows]: [&'s mut [S::Element]; 2],
     ) -> Packed<'s, S::Element> {
         let first = keys.start;
@@ -174,7 +174,10 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
             values = Operand::Own(kernels.widened(values, rows));
         }
         let next = self.page(entry, first + KEYS).filter(|_| first + KEYS < self.lengths[entry]);
-        let next = next.map(|page| [S::operand(page.keys(kv_head)), S::operand(page.values(kv_head))]);
+        let next = next.map(|page| {
+            let [keys, values] = [page.keys(kv_head), page.values(kv_head)].map(S::operand);
+            Next::InPlace { keys, values }
+        });
         Packed { keys, values, finite, next }
     }
 }

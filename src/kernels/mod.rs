@@ -17,6 +17,7 @@
 //! | `pack.rs` | copies into the layouts that products read |
 //! | `mods.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
+//! | `upcoming.rs` | memory that is asked for before it is needed |
 //! | `values.rs` | probabilities times values that are not finite |
 //! | `back.rs` | back through the softmax: probabilities again, and the gradients of the scores |
 //! | `pairs.rs` | products of backward where something is not finite |
@@ -65,6 +66,7 @@ mod table;
 #[cfg(test)]
 mod testing;
 mod tile;
+mod upcoming;
 mod values;
 
 #[cfg(target_arch = "x86_64")]
@@ -88,6 +90,7 @@ pub(crate) use simd::fetch;
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, rows_of_tile};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
+pub(crate) use upcoming::Upcoming;
 
 /// Columns of a panel, at every level and for both types.
 pub(crate) const PANEL: usize = 16;

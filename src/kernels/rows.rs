@@ -95,7 +95,8 @@ impl<T: Real> Kernels<T> {
                     scores.rows = MAX_ROWS.min(rows - first);
                     (scores.a, scores.c) = (q.as_ptr().add(first * q_row), p[group % 2]);
                     if let Some(next) = tile.next {
-                        scores.ahead = next.keys(group);
+                        scores.ahead = next.keys(group, groups);
+                        next.fetch(group, groups);
                     }
                     (self.tile)(&scores);
                 }
@@ -109,7 +110,7 @@ impl<T: Real> Kernels<T> {
                 (self.softmax)(&softmax);
                 (values.rows, values.a, values.c) = (softmax.rows, softmax.p, softmax.o);
                 if let Some(next) = tile.next {
-                    values.ahead = next.values(group);
+                    values.ahead = next.values(group, groups);
                 }
                 (self.tile)(&values);
             }
@@ -134,8 +135,9 @@ mod tests {
             let (k, v) = (numbers.vec::<T>(head_dim * KEYS), numbers.vec::<T>(KEYS * width));
             let (keys, values) = (Operand::Own(&k[..]), Operand::Own(&v[..]));
             // What is asked for ahead has no part in the result.
-            let next = at_once.then(|| Next { keys, values, groups: rows.div_ceil(MAX_ROWS) });
-            let tile = KeyTile { keys, values, width, finite: Finite::All, panels: 0..KEYS / PANEL, next, group: 0 };
+            let next = at_once.then_some(Next::InPlace { keys, values });
+            let (panels, groups) = (0..KEYS / PANEL, rows.div_ceil(MAX_ROWS));
+            let tile = KeyTile { keys, values, width, finite: Finite::All, panels, next, group: 0, groups };
             let (height, mut p) = (if at_once { rows } else { MAX_ROWS }, nans(2 * MAX_ROWS * KEYS));
             for first in (0..rows).step_by(height) {
                 let mut group = Group {

@@ -15,6 +15,7 @@ use super::real::Real;
 use super::softmax::{Softmax, key_bits};
 use super::table::{Kernels, VALUES_PANEL, values_len};
 use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
+use super::upcoming::Upcoming;
 use super::values::Values;
 use super::{KEYS, PANEL};
 use std::ops::Range;
@@ -64,26 +65,41 @@ pub(crate) struct KeyTile<'a, T> {
     /// The panels of 16 keys that the group may see. Others are not touched.
     pub(crate) panels: Range<usize>,
     pub(crate) next: Option<Next<'a, T>>,
-    /// Which of the groups that read the tile it is.
+    /// Which of the groups that read the tile it is, and how many there are.
     pub(crate) group: usize,
-}
-
-/// The tile after, of which each group asks memory for its part while it computes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Next<'a, T> {
-    pub(crate) keys: Operand<'a, T>,
-    pub(crate) values: Operand<'a, T>,
-    /// How many groups there are.
     pub(crate) groups: usize,
 }
 
+/// The tile after, of which each group asks memory for its part.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Next<'a, T> {
+    /// It is read where it is: the products ask for what they will read next.
+    InPlace { keys: Operand<'a, T>, values: Operand<'a, T> },
+    /// It will be packed: rows of keys and of values.
+    Rows([Upcoming; 2]),
+}
+
 impl<T> Next<'_, T> {
-    pub(super) fn keys(self, group: usize) -> Ahead {
-        Ahead { from: self.keys.part(group, self.groups), share: self.groups }
+    pub(super) fn keys(self, group: usize, groups: usize) -> Ahead {
+        match self {
+            Self::InPlace { keys, .. } => Ahead { from: keys.part(group, groups), share: groups },
+            Self::Rows(_) => Ahead::NOTHING,
+        }
     }
 
-    pub(super) fn values(self, group: usize) -> Ahead {
-        Ahead { from: self.values.part(group, self.groups), share: self.groups }
+    pub(super) fn values(self, group: usize, groups: usize) -> Ahead {
+        match self {
+            Self::InPlace { values, .. } => Ahead { from: values.part(group, groups), share: groups },
+            Self::Rows(_) => Ahead::NOTHING,
+        }
+    }
+
+    /// What is not asked for by products.
+    #[inline(always)]
+    pub(super) fn fetch(&self, group: usize, groups: usize) {
+        if let Self::Rows(rows) = self {
+            rows.iter().for_each(|rows| rows.fetch(group, groups));
+        }
     }
 }
 
@@ -169,7 +185,10 @@ impl<T: Real> Kernels<T> {
     pub(crate) fn scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
         let Group { rows, head_dim, q, q_row, .. } = *group;
         let queries = Queries { rows, head_dim, q, q_row };
-        let ahead = tile.next.map_or(Ahead::NOTHING, |next| next.keys(tile.group));
+        let ahead = tile.next.map_or(Ahead::NOTHING, |next| {
+            next.fetch(tile.group, tile.groups);
+            next.keys(tile.group, tile.groups)
+        });
         self.products_ahead(&queries, tile.keys, tile.panels.clone(), group.p, ahead);
     }
 
@@ -302,7 +321,7 @@ impl<T: Real> Kernels<T> {
                     c: o.as_mut_ptr(),
                     c_row: group.o_row,
                     start: Start::Add,
-                    ahead: tile.next.map_or(Ahead::NOTHING, |next| next.values(tile.group)),
+                    ahead: tile.next.map_or(Ahead::NOTHING, |next| next.values(tile.group, tile.groups)),
                 };
                 self.tile_of(&shape, v);
             },

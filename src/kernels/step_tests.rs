@@ -101,6 +101,7 @@ impl<T: Real> Case<T> {
                 panels,
                 next: None,
                 group: 0,
+                groups: 1,
             };
             let scoring = Scoring {
                 visible: (!plain).then_some(&bits[..]),
@@ -336,6 +337,7 @@ fn only_the_panels_asked_for_are_touched() {
             width: PANEL,
             next: None,
             group: 0,
+            groups: 1,
             finite: Finite::All,
             panels: 1..3,
         };
