@@ -5,9 +5,9 @@
 //! for each tile of 64 keys that the rows can see:
 //!     keys, values <- packed K, V                                      once for all rows of the item
 //!     for each group of 6 rows that can see the tile:
-//!         p <- |scale| * q keys^T; softcap, bias, mask; online softmax; dropout
+//!         p <- q keys^T; |scale|, softcap, bias, mask; online softmax; dropout
 //!         context <- context + p values
-//! context <- context / sum; lse <- m + ln(sum)
+//! context <- context / sum; lse <- |scale| * m + ln(sum)     (m + ln(sum) with softcap or bias)
 //! ```
 //!
 //! A row meets its keys in ascending order whatever the item, the group and the thread, so results do not depend on any

@@ -11,9 +11,21 @@ use num_traits::Zero;
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
 
-/// Asks for a line of memory, to the second-level cache. Any address will do: nothing is read.
+/// Asks for a line of memory, to the first-level cache: for what is read next. Any address will do: nothing is read.
 #[inline(always)]
 pub(super) fn prefetch(p: *const u8) {
+    // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
+/// The same to the second-level cache, for what comes after work that needs the first.
+#[inline(always)]
+pub(super) fn prefetch_later(p: *const u8) {
     // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
     #[cfg(target_arch = "x86_64")]
     unsafe {
@@ -26,7 +38,7 @@ pub(super) fn prefetch(p: *const u8) {
 /// Asks memory for numbers that are needed soon, where the CPU cannot guess that.
 pub(crate) fn fetch<T>(numbers: &[T]) {
     for offset in (0..size_of_val(numbers)).step_by(LINE) {
-        prefetch(numbers.as_ptr().cast::<u8>().wrapping_add(offset));
+        prefetch_later(numbers.as_ptr().cast::<u8>().wrapping_add(offset));
     }
 }
 

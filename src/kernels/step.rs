@@ -6,7 +6,8 @@
 //! o += p v         [rows][width]       v in panels of 16 columns, so that a register block reads on and on
 //! ```
 //!
-//! After the last tile, `o / Σ l` is the context and `m + ln Σ l` the log-sum-exp of a row.
+//! After the last tile, `o / Σ l` is the context and `factor m + ln Σ l` the log-sum-exp of a row (`m + ln Σ l` with a cap or a
+//! bias).
 //! The scheme is FlashAttention's (Dao et al., 2022) with tiles for registers and the first-level cache.
 
 use super::dropout::{Dropped, Into};

@@ -1,6 +1,6 @@
 //! Memory that is asked for before it is needed.
 
-use super::simd::{LINE, prefetch};
+use super::simd::{LINE, prefetch_later};
 use ndarray::ArrayView2;
 
 /// Rows of an array that will be read soon: each of those that work before asks memory for a part of them.
@@ -35,7 +35,7 @@ impl Upcoming {
         for row in self.rows * part / parts..self.rows * (part + 1) / parts {
             let from = self.from.wrapping_offset(self.row.wrapping_mul(row as isize));
             for offset in (0..self.width).step_by(LINE) {
-                prefetch(from.wrapping_add(offset));
+                prefetch_later(from.wrapping_add(offset));
             }
         }
     }
