@@ -93,6 +93,7 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
         let whole = if a.column == 1 && first + STREAMS <= a.rows { a.columns / PANEL * PANEL } else { 0 };
         for column in (0..whole).step_by(PANEL) {
             for i in 0..STREAMS {
+                // The row that is read here next.
                 prefetch(a.at(first + STREAMS + i, column).cast::<u8>());
                 for v in 0..PANEL / S::LANES {
                     // SAFETY: the row is one of the source, and so is the column, as a whole panel is.
