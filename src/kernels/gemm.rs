@@ -392,6 +392,22 @@ mod tests {
     }
 
     #[test]
+    fn blocks_wider_than_a_strip() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let (depth, columns) = (DEPTH + 2, 2 * STRIP + 20);
+            let mut numbers = Numbers::new(6);
+            let (w, w_t) = (numbers.matrix(depth, columns), numbers.matrix(columns, depth));
+            for rows in [2, 7] {
+                let x = numbers.matrix::<T>(rows, depth);
+                verify(kernels, x.view(), w.view(), None);
+                verify(kernels, x.view(), w.slice(s![..;-1, ..]), None);
+                verify(kernels, x.view(), w_t.slice(s![..;-1, ..]).reversed_axes(), None);
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
     fn blocks_of_any_cut_have_the_same_bits() {
         fn check<T: Real>(kernels: &Kernels<T>) {
             let mut numbers = Numbers::new(3);
