@@ -20,8 +20,8 @@
 //! Packing whole blocks, several rows of `w` at a time (`pack.rs`), takes 15 to 30 % less time than strips of 64 columns for
 //! a layer of 4 to 16 tokens, and 4 to 9 % for 512 to 1024 (Zen 3, d_model 1024 and 512). This table is of such strips:
 //!
-//! One thread, f32, GFLOP/s (lower quartile of interleaved times, each line from the quietest of three runs), on a shared Emerald Rapids core with a peak of 179;
-//! blocks of 256 x 512; `wᵀ` is stored `[out, in]`. The time of the last two lines is that of reading `w`.
+//! One thread, f32, GFLOP/s (lower quartile of interleaved times, each line from the quietest of three runs), on a shared
+//! Emerald Rapids core with a peak of 179; blocks of 256 x 512; `wᵀ` is stored `[out, in]`. The time of the last two lines is that of reading `w`.
 //!
 //! | rows x in x out | here, w | here, wᵀ | gemm 0.19 x86-v4, w | wᵀ | matrixmultiply 0.3.11 avx512, w | wᵀ |
 //! | --- | --- | --- | --- | --- | --- | --- |
@@ -426,6 +426,30 @@ mod tests {
                     }
                 }
                 assert_eq!(whole, parts);
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn few_rows_have_the_bits_that_they_have_among_many_whatever_the_cut() {
+        // The number of threads chooses the columns of a block here.
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let mut numbers = Numbers::new(8);
+            let (x, w) = (numbers.matrix::<T>(50, 300), numbers.matrix(300, 200));
+            let scratch = &mut Vec::new();
+            let mut run = |rows: usize, broad: usize| {
+                let linear = Linear { x: x.slice(s![..rows, ..]), w: w.view(), bias: None, start: Start::Zero };
+                let mut out = Array2::from_elem((rows, 200), T::nan());
+                for columns in chunks(0..200, broad) {
+                    let part = out.slice_mut(s![.., columns.clone()]);
+                    kernels.linear_block(&linear, 0..rows, columns, part, scratch);
+                }
+                out
+            };
+            let many = run(50, 200);
+            for (rows, broad) in [(1, 200), (1, 112), (2, 64), (3, 200), (3, 33), (4, 48)] {
+                assert_eq!(run(rows, broad), many.slice(s![..rows, ..]), "{rows} rows, {broad} columns");
             }
         }
         at_every_level!(check);

@@ -8,8 +8,8 @@
 //!
 //! `p(t) ≈ e^(z²) erfc(z)`, so that there is no difference of close numbers. It is the Chebyshev series on all `z >= 0`,
 //! computed in 60 digits and cut at a relative error of 7e-8 (`f32`, degree 11) and 1.4e-17 (`f64`, degree 25). What is
-//! rounded is above all the exponent, two or three times by half an ε: the relative error of `Φ` is at most `ε (16 + 3 x² / 4)` at
-//! every level, where ε is the distance from 1 to the next number (tests below).
+//! rounded is above all the exponent, two or three times by half an ε: the relative error of `Φ` is at most
+//! `ε (16 + 3 x² / 4)` at every level, where ε is the distance from 1 to the next number (tests below).
 
 use super::exp::Powers;
 use super::real::Real;

@@ -11,7 +11,7 @@
 //! stays), and says whether every number is finite, since a tile of values that is not has to be multiplied with care.
 
 use super::PANEL;
-use super::simd::{Block, Simd, prefetch};
+use super::simd::{Block, NEXT, Simd, prefetch};
 use num_traits::Zero;
 
 /// A strided matrix and where its copy goes. Strides count elements and may be negative.
@@ -94,7 +94,7 @@ pub(crate) unsafe fn rows<S: Simd>(s: S, a: &Pack<S::Elem>) -> bool {
         for column in (0..whole).step_by(PANEL) {
             for i in 0..STREAMS {
                 // The row that is read here next.
-                prefetch(a.at(first + STREAMS + i, column).cast::<u8>());
+                prefetch::<NEXT>(a.at(first + STREAMS + i, column).cast::<u8>());
                 for v in 0..PANEL / S::LANES {
                     // SAFETY: the row is one of the source, and so is the column, as a whole panel is.
                     unsafe {

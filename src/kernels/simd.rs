@@ -11,35 +11,34 @@ use num_traits::Zero;
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
 
-/// Asks for a line of memory, to the first-level cache: for what is read next. Any address will do: nothing is read.
+/// Where a line of memory is asked for: to the first-level cache what is read next, to the second what comes after work that
+/// needs the first. (The hints of x86, which names them by these numbers.)
+pub(super) const NEXT: i32 = 3;
+pub(super) const LATER: i32 = 2;
+
+/// Asks for a line of memory. Any address will do: nothing is read.
 #[inline(always)]
-pub(super) fn prefetch(p: *const u8) {
+pub(super) fn prefetch<const WHEN: i32>(p: *const u8) {
     // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
     #[cfg(target_arch = "x86_64")]
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+        std::arch::x86_64::_mm_prefetch::<WHEN>(p.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = p;
 }
 
-/// The same to the second-level cache, for what comes after work that needs the first.
+/// Asks for the lines of so many bytes that are needed later.
 #[inline(always)]
-pub(super) fn prefetch_later(p: *const u8) {
-    // SAFETY: every x86-64 CPU has the instruction, and it is allowed any address.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(p.cast());
+pub(super) fn prefetch_bytes(from: *const u8, bytes: usize) {
+    for offset in (0..bytes).step_by(LINE) {
+        prefetch::<LATER>(from.wrapping_add(offset));
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
 }
 
 /// Asks memory for numbers that are needed soon, where the CPU cannot guess that.
 pub(crate) fn fetch<T>(numbers: &[T]) {
-    for offset in (0..size_of_val(numbers)).step_by(LINE) {
-        prefetch_later(numbers.as_ptr().cast::<u8>().wrapping_add(offset));
-    }
+    prefetch_bytes(numbers.as_ptr().cast(), size_of_val(numbers));
 }
 
 /// Operations on vectors of [`Simd::LANES`] numbers.

@@ -11,6 +11,7 @@
 //! The scheme is FlashAttention's (Dao et al., 2022) with tiles for registers and the first-level cache.
 
 use super::dropout::{Dropped, Into};
+use super::mods::BiasRows;
 use super::operand::Operand;
 use super::real::Real;
 use super::softmax::{Softmax, key_bits};
@@ -131,7 +132,7 @@ pub(crate) struct Scoring<'a, T> {
 
 impl<T> Scoring<'_, T> {
     /// Where the biases of the first `rows` rows begin, each for `end` keys.
-    pub(super) fn bias_pointers(&self, rows: usize, end: usize) -> Option<[*const T; MAX_ROWS]> {
+    pub(super) fn bias_pointers(&self, rows: usize, end: usize) -> Option<BiasRows<T>> {
         let mut pointers = [ptr::null(); MAX_ROWS];
         for (to, from) in pointers.iter_mut().zip(self.bias.as_ref()?).take(rows) {
             *to = from[..end].as_ptr();

@@ -27,7 +27,7 @@
 
 use super::PANEL;
 use super::real::Real;
-use super::simd::{LINE, Simd, Widen, prefetch};
+use super::simd::{LINE, NEXT, Simd, Widen, prefetch};
 use super::table::Kernels;
 
 /// Rows of the largest register block.
@@ -323,7 +323,7 @@ unsafe fn terms<S: Widen<B>, B, const MR: usize, const NV: usize, const AHEAD: b
                     row[v] = s.widen(at.b.add(strides.b[v] + u * strides.b_k));
                 }
                 for _ in 0..if AHEAD { lines::<S, B, NV>() } else { 0 } {
-                    prefetch(at.ahead);
+                    prefetch::<NEXT>(at.ahead);
                     at.ahead = at.ahead.wrapping_add(strides.ahead);
                 }
                 for i in 0..MR {

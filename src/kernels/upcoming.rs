@@ -1,6 +1,6 @@
 //! Memory that is asked for before it is needed.
 
-use super::simd::{LINE, prefetch_later};
+use super::simd::prefetch_bytes;
 use ndarray::ArrayView2;
 
 /// Rows of an array that will be read soon: each of those that work before asks memory for a part of them.
@@ -33,10 +33,7 @@ impl Upcoming {
     #[inline(always)]
     pub(crate) fn fetch(&self, part: usize, parts: usize) {
         for row in self.rows * part / parts..self.rows * (part + 1) / parts {
-            let from = self.from.wrapping_offset(self.row.wrapping_mul(row as isize));
-            for offset in (0..self.width).step_by(LINE) {
-                prefetch_later(from.wrapping_add(offset));
-            }
+            prefetch_bytes(self.from.wrapping_offset(self.row.wrapping_mul(row as isize)), self.width);
         }
     }
 }
