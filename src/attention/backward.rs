@@ -26,9 +26,10 @@ use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
 use super::row_shares::{fill_delta, sum_bias, sum_sinks};
 use super::schedule::{back_tile, key_block};
+use super::sight::Sight;
 use super::source::Arrays;
 use super::tables_backward::{Patch, TableGradients, TableRoom, TableSize, Tables, reserve_sums};
-use super::walk::{Call, Rows, Sight, Walk};
+use super::walk::{Call, Rows, Walk};
 use super::workspace::{BackMods, BackSize, Scratch, Workspace};
 use crate::element::Element;
 use crate::error::Result;
@@ -354,11 +355,11 @@ impl<T: Element> Backward<'_, '_, T> {
             groups: [const { 0..0 }; KEYS / PANEL],
             partial: false,
         };
-        // Most tiles are visible to all rows of the step; only the others are looked at group by group.
-        let whole = walk.sees_all(keys.clone());
+        let mut seeing = walk.seeing(keys.clone());
         for (index, row) in (0..walk.rows()).step_by(MAX_ROWS).enumerate() {
             let rows = row..walk.rows().min(row + MAX_ROWS);
-            let sight = if whole { Some(Sight::WHOLE) } else { walk.sight(rows.clone(), keys.clone()) };
+            let all = rows.end <= walk.run_of_all(&mut seeing, row, keys.start / KEYS);
+            let sight = if all { Some(Sight::WHOLE) } else { walk.sight(rows.clone(), keys.clone()) };
             let p = &mut queries.p[row * KEYS..][..rows.len() * KEYS];
             let d = &mut queries.d[row * KEYS..][..rows.len() * KEYS];
             let Some(Sight { panels, bits }) = sight else {

@@ -41,6 +41,7 @@ mod reference_backward;
 mod relative_keys;
 mod row_shares;
 mod schedule;
+mod sight;
 mod source;
 mod split;
 mod tables_backward;

@@ -20,6 +20,7 @@ use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
+use super::sight::Sight;
 use super::source::{Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
@@ -130,22 +131,9 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
     only: Option<usize>,
     /// How many query heads share each position.
     group: usize,
-    rows: usize,
+    pub(super) rows: usize,
     /// The rules that all heads of the batch entry share.
-    mask: HeadMask<'p>,
-}
-
-/// What a group of rows sees of a tile.
-pub(super) struct Sight {
-    /// Panels of 16 keys.
-    pub(super) panels: Range<usize>,
-    /// The bits of each row, where not all of the panels are visible.
-    pub(super) bits: Option<[u64; MAX_ROWS]>,
-}
-
-impl Sight {
-    /// All of a full tile.
-    pub(super) const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
+    pub(super) mask: HeadMask<'p>,
 }
 
 impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
@@ -173,9 +161,14 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         self.rows
     }
 
+    /// Which query of the call a row has.
+    pub(super) fn index(&self, row: usize) -> usize {
+        self.call.first + self.at.positions.start + if self.group == 1 { row } else { row / self.group }
+    }
+
     /// The key position of a row's query.
     pub(super) fn position(&self, row: usize) -> i64 {
-        self.mask.position(self.call.first + self.at.positions.start + row / self.group)
+        self.mask.position(self.index(row))
     }
 
     /// What the walk needs room for.
@@ -188,13 +181,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let (index, position) = if self.group == 1 { (0, row) } else { (row % self.group, row / self.group) };
         let head = self.only.unwrap_or_else(|| self.call.rules.heads.query_head(self.at.kv_head, index));
         (head, self.at.positions.start + position)
-    }
-
-    /// The keys that the first and the last of some rows see, before dense rules: they bound those of all between.
-    fn outer_keys(&self, rows: Range<usize>) -> (Range<usize>, Range<usize>) {
-        let first = self.call.first + self.at.positions.start;
-        let keys = |row: usize| self.mask.keys(first + row / self.group);
-        (keys(rows.start), keys(rows.end - 1))
     }
 
     /// The tiles that some row can see.
@@ -225,30 +211,32 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         for tile in tiles.clone() {
             let range = keys_of(tile);
             let next = if tile + 1 < tiles.end { keys_of(tile + 1) } else { 0..0 };
-            // Most tiles are visible to all rows of the item; only the others are looked at group by group.
-            let whole = self.sees_all(range.clone());
+            let mut seeing = self.seeing(range.clone());
+            let some = seeing.some.clone();
+            let groups = some.len().div_ceil(MAX_ROWS);
             let (mut unpacked, mut packed) = (Some([&mut *keys, &mut *values]), None);
-            if let Some(room) = unpacked.take_if(|_| whole && plain) {
-                let from = self.unpack([range.clone(), next.clone()], room);
-                let mut rows = self.group(0..self.rows, queries, state, scores);
-                if self.kernels.attend_rows(&mut rows, &self.key_tile(from, 0..KEYS / PANEL, 0), rules.softcap, factor)
-                {
-                    continue;
-                }
-                packed = Some(from);
-            }
-            for row in (0..self.rows).step_by(MAX_ROWS) {
-                let rows = row..self.rows.min(row + MAX_ROWS);
-                let sight = if whole { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
+            let mut row = some.start;
+            while row < some.end {
+                let run = self.run_of_all(&mut seeing, row, tile);
+                let rows = row..some.end.min(row + MAX_ROWS);
+                row = rows.end;
+                let sight = if row <= run { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
                 let Some(sight) = sight else { continue };
                 if let Some(room) = unpacked.take() {
-                    packed = Some(self.unpack([range.clone(), next.clone()], room));
+                    packed = Some(self.unpack([range.clone(), next.clone()], groups, room));
                 }
                 let Some(from) = packed else { continue };
+                let tile = self.key_tile(from, sight.panels, (rows.start - some.start) / MAX_ROWS, groups);
+                if plain && row <= run {
+                    let mut all = self.group(rows.start..run, queries, state, scores);
+                    if self.kernels.attend_rows(&mut all, &tile, rules.softcap, factor) {
+                        row = run;
+                        continue;
+                    }
+                }
                 let bias =
                     rules.bias.as_ref().map(|from| self.bias_rows(from, rows.clone(), range.clone(), &mut *bias));
                 let mut group = self.group(rows.clone(), queries, state, scores);
-                let tile = self.key_tile(from, sight.panels, row / MAX_ROWS);
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
                     bias,
@@ -269,17 +257,16 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
     }
 
-    /// Keys and values of a tile.
-    fn unpack<'s>(&'s self, [keys, next]: [Range<usize>; 2], room: [&'s mut [T]; 2]) -> Packed<'s, T> {
+    /// Keys and values of a tile, which `groups` groups of rows will read.
+    fn unpack<'s>(&'s self, [keys, next]: [Range<usize>; 2], groups: usize, room: [&'s mut [T]; 2]) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
-        let wanted = Wanted { entry, kv_head, keys, next, groups: self.rows.div_ceil(MAX_ROWS) };
+        let wanted = Wanted { entry, kv_head, keys, next, groups };
         self.call.source.tile(self.kernels, wanted, room)
     }
 
-    /// A tile as group `group` of the rows meets it.
-    fn key_tile<'s>(&self, from: Packed<'s, T>, panels: Range<usize>, group: usize) -> KeyTile<'s, T> {
+    /// A tile as group `group` of `groups` meets it.
+    fn key_tile<'s>(&self, from: Packed<'s, T>, panels: Range<usize>, group: usize, groups: usize) -> KeyTile<'s, T> {
         let Packed { keys, values, finite, next } = from;
-        let groups = self.rows.div_ceil(MAX_ROWS);
         KeyTile { keys, values, width: self.size().width(), finite, panels, next, group, groups }
     }
 
@@ -405,39 +392,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         ScoreRow { entry: self.at.entry, head, i, position: self.mask.position(i) }
     }
 
-    /// Whether every row sees every key of a full tile.
-    pub(super) fn sees_all(&self, keys: Range<usize>) -> bool {
-        let (first, last) = self.outer_keys(0..self.rows);
-        keys.len() == KEYS && !self.mask.is_dense() && last.start <= keys.start && first.end >= keys.end
-    }
-
-    /// What the rows see of the keys `keys` of a tile, which starts at a multiple of 64; `None` if it is nothing.
-    pub(super) fn sight(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
-        let (first, last) = self.outer_keys(rows.clone());
-        let (start, end) = (first.start.max(keys.start), last.end.min(keys.end));
-        if start >= end {
-            return None;
-        }
-        let panels = (start - keys.start) / PANEL..(end - keys.start).div_ceil(PANEL);
-        let all = keys.start + panels.start * PANEL..keys.start + panels.end * PANEL;
-        if !self.mask.is_dense() && last.start <= all.start && first.end >= all.end {
-            return Some(Sight { panels, bits: None });
-        }
-        let mut bits = [0; MAX_ROWS];
-        for (bits, row) in bits.iter_mut().zip(rows.clone()) {
-            let (head, i) = self.row(row);
-            *bits = self.mask.of_head(head).word(self.call.first + i, keys.start / KEYS);
-        }
-        let any = bits.iter().fold(0, |any, bits| any | bits);
-        if any == 0 {
-            return None;
-        }
-        let panels = any.trailing_zeros() as usize / PANEL..KEYS / PANEL - any.leading_zeros() as usize / PANEL;
-        let all = ones(panels.end * PANEL) & !ones(panels.start * PANEL);
-        let partial = bits[..rows.len()].iter().any(|bits| bits & all != all);
-        Some(Sight { panels, bits: partial.then_some(bits) })
-    }
-
     /// What the maxima are counted in: products, or scores where something is done to them.
     fn unit(&self) -> T {
         let Rules { softcap, bias, scale, .. } = self.call.rules;
@@ -513,9 +467,4 @@ fn sum_of_16<T: Element>(sums: &[T]) -> T {
         }
     }
     sums[0]
-}
-
-/// The `n <= 64` lowest bits.
-fn ones(n: usize) -> u64 {
-    if n == KEYS { u64::MAX } else { (1 << n) - 1 }
 }

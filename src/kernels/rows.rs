@@ -95,8 +95,9 @@ impl<T: Real> Kernels<T> {
                     scores.rows = MAX_ROWS.min(rows - first);
                     (scores.a, scores.c) = (q.as_ptr().add(first * q_row), p[group % 2]);
                     if let Some(next) = tile.next {
-                        scores.ahead = next.keys(group, groups);
-                        next.fetch(group, groups);
+                        let group = tile.group + group;
+                        scores.ahead = next.keys(group, tile.groups);
+                        next.fetch(group, tile.groups);
                     }
                     (self.tile)(&scores);
                 }
@@ -110,7 +111,7 @@ impl<T: Real> Kernels<T> {
                 (self.softmax)(&softmax);
                 (values.rows, values.a, values.c) = (softmax.rows, softmax.p, softmax.o);
                 if let Some(next) = tile.next {
-                    values.ahead = next.values(group, groups);
+                    values.ahead = next.values(tile.group + group, tile.groups);
                 }
                 (self.tile)(&values);
             }

@@ -294,8 +294,12 @@ impl<'a> HeadMask<'a> {
             n @ 0..64 => (1u64 << n) - 1,
             _ => u64::MAX,
         };
-        let interval = below(keys.end) & !below(keys.start);
-        self.mask.dense.iter().fold(interval, |bits, d| bits & d.word(self.entry, self.head, i, word))
+        below(keys.end) & !below(keys.start) & self.dense_word(i, word)
+    }
+
+    /// The same by dense rules alone.
+    pub(crate) fn dense_word(&self, i: usize, word: usize) -> u64 {
+        self.mask.dense.iter().fold(u64::MAX, |bits, d| bits & d.word(self.entry, self.head, i, word))
     }
 
     /// See [`BoundMask::tile`]. Dense rules are asked by word, so for them the keys count in blocks of 64.

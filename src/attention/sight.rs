@@ -1,0 +1,130 @@
+//! What the rows of a walk see of a tile of keys.
+//!
+//! Rows ascend by position, and both ends of the keys that a query sees by structure grow with its position. So the groups
+//! of six rows that see some of a tile follow each other, and so do those among them that see all of it:
+//!
+//! ```text
+//!                    keys of the tile
+//! groups             ................      see nothing: not met
+//!    .               xx..............
+//!    .   some        xxxxxxxx........      looked at group by group, for panels of 16 keys and the bits of rows
+//!    .         all   xxxxxxxxxxxxxxxx      met at once, see `kernels/rows.rs`
+//!    .               xxxxxxxxxxxxxxxx
+//! ```
+//!
+//! Dense rules are asked by word, 64 keys of a row at a time; they end runs of groups that see all.
+
+use std::ops::Range;
+
+use super::walk::Walk;
+use crate::element::Element;
+use crate::kernels::{KEYS, MAX_ROWS, PANEL};
+
+/// What a group of rows sees of a tile.
+pub(super) struct Sight {
+    /// Panels of 16 keys.
+    pub(super) panels: Range<usize>,
+    /// The bits of each row, where not all of the panels are visible.
+    pub(super) bits: Option<[u64; MAX_ROWS]>,
+}
+
+impl Sight {
+    /// All of a full tile.
+    pub(super) const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
+}
+
+/// The rows that a tile concerns, as whole groups of six from the first row of the walk on.
+pub(super) struct Seeing {
+    /// Those that may see some of its keys.
+    pub(super) some: Range<usize>,
+    /// Those that see all of its 64 keys, unless dense rules hide some.
+    all: Range<usize>,
+    /// Up to where rows are known to see all.
+    run: usize,
+}
+
+impl<T: Element> Walk<'_, '_, T> {
+    /// The keys that a row sees by structure.
+    fn keys(&self, row: usize) -> Range<usize> {
+        self.mask.keys(self.index(row))
+    }
+
+    /// Which rows see keys `keys`, a tile or the last part of one.
+    pub(super) fn seeing(&self, keys: Range<usize>) -> Seeing {
+        let groups = self.rows.div_ceil(MAX_ROWS);
+        let first = |group: usize| self.keys(group * MAX_ROWS);
+        let last = |group: usize| self.keys(self.rows.min((group + 1) * MAX_ROWS) - 1);
+        if groups > 0 && keys.len() == KEYS && first(0).end >= keys.end && last(groups - 1).start <= keys.start {
+            // Most tiles, without a search.
+            return Seeing { some: 0..self.rows, all: 0..self.rows, run: 0 };
+        }
+        let begun = first_where(0..groups, |group| last(group).end > keys.start);
+        let ended = first_where(begun..groups, |group| first(group).start >= keys.end);
+        let all = if keys.len() == KEYS {
+            let begun = first_where(begun..ended, |group| first(group).end >= keys.end);
+            begun..first_where(begun..ended, |group| last(group).start > keys.start)
+        } else {
+            begun..begun
+        };
+        let rows = |groups: Range<usize>| groups.start * MAX_ROWS..self.rows.min(groups.end * MAX_ROWS);
+        Seeing { some: rows(begun..ended), all: rows(all), run: 0 }
+    }
+
+    /// Where the run of groups ends that starts at `row` and sees all keys of tile `tile`; `row` if its group does not.
+    /// Rows are asked for in ascending order.
+    pub(super) fn run_of_all(&self, seeing: &mut Seeing, row: usize, tile: usize) -> usize {
+        if row >= seeing.run {
+            let sees = |&row: &usize| self.mask.of_head(self.row(row).0).dense_word(self.index(row), tile) == u64::MAX;
+            seeing.run = match seeing.all.contains(&row) {
+                false => row,
+                true if !self.mask.is_dense() => seeing.all.end,
+                true => match (row..seeing.all.end).find(|row| !sees(row)) {
+                    Some(hidden) => row + (hidden - row) / MAX_ROWS * MAX_ROWS,
+                    None => seeing.all.end,
+                },
+            };
+        }
+        seeing.run
+    }
+
+    /// What the rows see of the keys `keys` of a tile, which starts at a multiple of 64; `None` if it is nothing.
+    pub(super) fn sight(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
+        let (first, last) = (self.keys(rows.start), self.keys(rows.end - 1));
+        let (start, end) = (first.start.max(keys.start), last.end.min(keys.end));
+        if start >= end {
+            return None;
+        }
+        let panels = (start - keys.start) / PANEL..(end - keys.start).div_ceil(PANEL);
+        let all = keys.start + panels.start * PANEL..keys.start + panels.end * PANEL;
+        if !self.mask.is_dense() && last.start <= all.start && first.end >= all.end {
+            return Some(Sight { panels, bits: None });
+        }
+        let mut bits = [0; MAX_ROWS];
+        for (bits, row) in bits.iter_mut().zip(rows.clone()) {
+            *bits = self.mask.of_head(self.row(row).0).word(self.index(row), keys.start / KEYS);
+        }
+        let any = bits.iter().fold(0, |any, bits| any | bits);
+        if any == 0 {
+            return None;
+        }
+        let panels = any.trailing_zeros() as usize / PANEL..KEYS / PANEL - any.leading_zeros() as usize / PANEL;
+        let all = ones(panels.end * PANEL) & !ones(panels.start * PANEL);
+        let partial = bits[..rows.len()].iter().any(|bits| bits & all != all);
+        Some(Sight { panels, bits: partial.then_some(bits) })
+    }
+}
+
+/// The first of `candidates` of which `holds` is true, as it is of all after it; their end if there is none.
+fn first_where(candidates: Range<usize>, holds: impl Fn(usize) -> bool) -> usize {
+    let Range { mut start, mut end } = candidates;
+    while start < end {
+        let middle = start.midpoint(end);
+        (start, end) = if holds(middle) { (start, middle) } else { (middle + 1, end) };
+    }
+    start
+}
+
+/// The `n <= 64` lowest bits.
+fn ones(n: usize) -> u64 {
+    if n == KEYS { u64::MAX } else { (1 << n) - 1 }
+}
