@@ -30,7 +30,7 @@ pub(super) fn forward<'p, T: Element>(
     let kernels = T::kernels(call.rules.level);
     let query_tile = query_tile(dims, heads.largest_group(), wish);
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
-    let Some(deal) = Deal::new(heads, query_tile, outputs.context, lse) else {
+    let Some(deal) = Deal::new(kernels, heads, query_tile, outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this call");
         return Ok(());
     };
@@ -41,17 +41,19 @@ pub(super) fn forward<'p, T: Element>(
     workers.iter_mut().try_for_each(|scratch| scratch.reserve(&lengths))?;
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {
-            item(call, kernels, block, scratch);
+            let after = deal.upcoming().map(|(entry, kv_head, positions)| Rows { entry, kv_head, positions });
+            item(call, kernels, block, after, scratch);
         }
     });
     Ok(())
 }
 
-/// One work item.
+/// One work item, and what comes after it if no other thread takes that first.
 fn item<'p, T: Element>(
     call: &'p Call<'p, '_, T>,
     kernels: &'static Kernels<T>,
     mut block: Block<'_, T>,
+    after: Option<Rows>,
     scratch: &mut Scratch<T>,
 ) {
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
@@ -60,10 +62,10 @@ fn item<'p, T: Element>(
     let [queries, context, maxima, sums, keys, values, scores, bias, relative, ..] = buffers;
     let mut state = State { context, maxima, sums };
     state.clear();
-    walk.run(walk.tiles(), &mut state, Room { queries, keys, values, scores, bias, relative, row_keys });
+    walk.run(walk.tiles(), after, &mut state, Room { queries, keys, values, scores, bias, relative, row_keys });
     for row in 0..walk.rows() {
         let ((head, i), total) = (walk.row(row), walk.finish(row, &mut state));
         let lse = if block.wants_lse() { total.lse() } else { T::zero() };
-        block.write(head, i, walk.context(row, &state), lse);
+        block.write(head, i, walk.context(row, &state), total.divisor(), lse);
     }
 }

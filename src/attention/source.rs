@@ -25,10 +25,18 @@ pub(crate) struct Wanted {
     pub(crate) kv_head: usize,
     /// Within one tile, from its first one on.
     pub(crate) keys: Range<usize>,
-    /// Those that it will want after them.
-    pub(crate) next: Range<usize>,
+    /// What will be wanted after them.
+    pub(crate) next: Option<Coming>,
     /// How many groups of rows will read them.
     pub(crate) groups: usize,
+}
+
+/// The keys that a walk will want after others, or the next walk of its thread.
+#[derive(Debug, Clone)]
+pub(crate) struct Coming {
+    pub(crate) entry: usize,
+    pub(crate) kv_head: usize,
+    pub(crate) keys: Range<usize>,
 }
 
 /// Keys and values of a call.
@@ -59,8 +67,10 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
             true => Finite::All,
             false => Finite::NotAll,
         };
-        let next = s![entry, kv_head, next, ..];
-        let next = Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))]);
-        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next: Some(next) }
+        let next = next.map(|Coming { entry, kv_head, keys }| {
+            let next = s![entry, kv_head, keys, ..];
+            Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))])
+        });
+        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next }
     }
 }

@@ -95,12 +95,12 @@ pub(super) fn forward<'p, T: Element>(
             let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
             let [queries, _, _, _, keys, values, scores, bias, relative, ..] = buffers;
             let room = Room { queries, keys, values, scores, bias, relative, row_keys };
-            walk.run(first..first + chunk_tiles, &mut state, room);
+            walk.run(first..first + chunk_tiles, None, &mut state, room);
         }
     });
 
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
-    let Some(deal) = Deal::new(heads, dims.q_len.max(1), outputs.context, lse) else {
+    let Some(deal) = Deal::new(kernels, heads, dims.q_len.max(1), outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this call");
         return Ok(());
     };
@@ -122,7 +122,7 @@ pub(super) fn forward<'p, T: Element>(
             for row in 0..walk.rows() {
                 let ((head, i), total) = (walk.row(row), walk.finish(row, &mut state));
                 let lse = if block.wants_lse() { total.lse() } else { T::zero() };
-                block.write(head, i, walk.context(row, &state), lse);
+                block.write(head, i, walk.context(row, &state), total.divisor(), lse);
             }
         }
     });

@@ -21,7 +21,7 @@ use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
 use super::sight::Sight;
-use super::source::{Packed, Source, Wanted};
+use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
@@ -68,6 +68,15 @@ pub(super) enum Total<T> {
 }
 
 impl<T: Element> Total<T> {
+    /// What the context is to be divided by.
+    pub(super) fn divisor(&self) -> T {
+        match *self {
+            Self::Keys { total, .. } => total,
+            // The context is zero.
+            Self::Sink(_) => T::one(),
+        }
+    }
+
     pub(super) fn lse(&self) -> T {
         match *self {
             // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
@@ -189,8 +198,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         self.call.tiles(&self.mask, positions)
     }
 
-    /// Meets the keys of the tiles that are among `tiles`, in ascending order.
-    pub(super) fn run(&self, tiles: Range<usize>, state: &mut State<'_, T>, room: Room<'_, T>) {
+    /// Meets the keys of the tiles that are among `tiles`, in ascending order. `after` is what the thread will probably do
+    /// then: memory is asked for its first keys in time.
+    pub(super) fn run(&self, tiles: Range<usize>, after: Option<Rows>, state: &mut State<'_, T>, room: Room<'_, T>) {
         let visible = self.tiles();
         let tiles = tiles.start.max(visible.start)..tiles.end.min(visible.end);
         if tiles.is_empty() {
@@ -198,7 +208,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
         let Call { dims, rules, .. } = self.call;
         let Room { queries, keys, values, scores, bias, relative, row_keys } = room;
-        self.pack_queries(queries);
+        let queries = self.queries(queries);
         if let Some(dropout) = &rules.dropout {
             self.fill_row_keys(dropout, row_keys);
         }
@@ -208,9 +218,17 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let factor = split_scale(rules.scale).1;
         let plain = rules.bias.is_none() && rules.dropout.is_none() && rules.relative_keys.is_none();
         let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
+        let mut after = after.map(|Rows { entry, kv_head, positions }| {
+            let first = self.call.tiles(&rules.mask(entry), positions).start;
+            Coming { entry, kv_head, keys: keys_of(first) }
+        });
         for tile in tiles.clone() {
             let range = keys_of(tile);
-            let next = if tile + 1 < tiles.end { keys_of(tile + 1) } else { 0..0 };
+            let Rows { entry, kv_head, .. } = self.at;
+            let next = match tile + 1 < tiles.end {
+                true => Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }),
+                false => after.take(),
+            };
             let mut seeing = self.seeing(range.clone());
             let some = seeing.some.clone();
             let groups = some.len().div_ceil(MAX_ROWS);
@@ -223,7 +241,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 let sight = if row <= run { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
                 let Some(sight) = sight else { continue };
                 if let Some(room) = unpacked.take() {
-                    packed = Some(self.unpack([range.clone(), next.clone()], groups, room));
+                    packed = Some(self.unpack(range.clone(), next.clone(), groups, room));
                 }
                 let Some(from) = packed else { continue };
                 let tile = self.key_tile(from, sight.panels, (rows.start - some.start) / MAX_ROWS, groups);
@@ -258,7 +276,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// Keys and values of a tile, which `groups` groups of rows will read.
-    fn unpack<'s>(&'s self, [keys, next]: [Range<usize>; 2], groups: usize, room: [&'s mut [T]; 2]) -> Packed<'s, T> {
+    fn unpack<'s>(
+        &'s self,
+        keys: Range<usize>,
+        next: Option<Coming>,
+        groups: usize,
+        room: [&'s mut [T]; 2],
+    ) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
         let wanted = Wanted { entry, kv_head, keys, next, groups };
         self.call.source.tile(self.kernels, wanted, room)
@@ -292,20 +316,27 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
     }
 
-    /// `[rows][head_dim]`, with the sign of the scale: its size is applied to the products.
-    fn pack_queries(&self, queries: &mut [T]) {
+    /// `[rows][head_dim]`, with the sign of the scale (its size is applied to the products): where they are, if they lie
+    /// like that, or packed.
+    fn queries<'s>(&'s self, room: &'s mut [T]) -> &'s [T] {
         let factor = split_scale(self.call.rules.scale).0;
         let q = self.call.q.index_axis(Axis(0), self.at.entry);
         let head_dim = self.call.dims.head_dim;
         if self.group == 1 {
-            let positions = self.at.positions.clone();
-            self.kernels.pack_scaled(q.slice(s![self.row(0).0, positions, ..]), factor, queries);
-            return;
+            let rows = q.slice_move(s![self.row(0).0, self.at.positions.clone(), ..]);
+            if factor == T::one()
+                && let Some(rows) = rows.to_slice()
+            {
+                return rows;
+            }
+            self.kernels.pack_scaled(rows, factor, room);
+            return room;
         }
         for row in 0..self.rows {
             let (head, i) = self.row(row);
-            self.kernels.pack_scaled(q.slice(s![head, i..i + 1, ..]), factor, &mut queries[row * head_dim..]);
+            self.kernels.pack_scaled(q.slice(s![head, i..i + 1, ..]), factor, &mut room[row * head_dim..]);
         }
+        room
     }
 
     /// The biases of a group of rows: where they are, or copied, with zeros beyond the keys.
@@ -398,7 +429,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         if softcap.is_some() || bias.is_some() { T::one() } else { split_scale(*scale).1 }
     }
 
-    /// Divides a row that has met all its keys by its sum, the sink's share included.
+    /// What a row that has met all its keys is to be divided by, the sink's share included.
     pub(super) fn finish(&self, row: usize, state: &mut State<'_, T>) -> Total<T> {
         let width = self.size().width();
         let context = &mut state.context[row * width..][..self.call.dims.value_dim];
@@ -418,7 +449,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             total = total * shrink + (sink - reference).exp();
             context.iter_mut().for_each(|c| *c *= shrink);
         }
-        self.kernels.divide(context, total);
         Total::Keys { reference, total }
     }
 
@@ -446,7 +476,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
     }
 
-    /// The finished context of a row.
+    /// The context of a row, not yet divided.
     pub(super) fn context<'s>(&self, row: usize, state: &'s State<'_, T>) -> &'s [T] {
         &state.context[row * self.size().width()..][..self.call.dims.value_dim]
     }

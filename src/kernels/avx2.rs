@@ -44,11 +44,7 @@ impl Simd for Avx2<f32> {
         mask_bits(mask: __m256) -> u64 = u64::from(_mm256_movemask_ps(mask) as u32);
         select(mask: __m256, a: __m256, b: __m256) -> __m256 = _mm256_blendv_ps(b, a, mask);
         exponent_to_power(v: __m256) -> __m256 = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(v)));
-        interleave(a: __m256, b: __m256) -> (__m256, __m256) = {
-            // Unpacking works within halves; the permutation then puts the halves in order.
-            let (low, high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-            (_mm256_permute2f128_ps::<0x20>(low, high), _mm256_permute2f128_ps::<0x31>(low, high))
-        };
+        interleave(a: __m256, b: __m256) -> (__m256, __m256) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
         reduce_sum(v: __m256) -> f32 = {
             let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
             let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
@@ -64,6 +60,7 @@ impl Simd for Avx2<f32> {
     memory_ops! {
         load(p: *const f32) -> __m256 = _mm256_loadu_ps(p);
         store(p: *mut f32, v: __m256) -> () = _mm256_storeu_ps(p, v);
+        load_parts(place: impl Fn(usize) -> *const f32) -> __m256 = _mm256_loadu2_m128(place(1), place(0));
         load_partial(p: *const f32, n: usize) -> __m256 = _mm256_maskload_ps(p, first_lanes_f32(n));
         store_partial(p: *mut f32, v: __m256, n: usize) -> () = _mm256_maskstore_ps(p, first_lanes_f32(n), v);
     }
@@ -71,7 +68,7 @@ impl Simd for Avx2<f32> {
     #[inline(always)]
     unsafe fn transpose_block(self, block: Block<f32>) {
         // SAFETY: the contract is the same.
-        unsafe { transpose::<Self, 8>(self, block) }
+        unsafe { transpose::<Self, 8, 4>(self, block) }
     }
 }
 
@@ -101,10 +98,7 @@ impl Simd for Avx2<f64> {
         mask_bits(mask: __m256d) -> u64 = u64::from(_mm256_movemask_pd(mask) as u32);
         select(mask: __m256d, a: __m256d, b: __m256d) -> __m256d = _mm256_blendv_pd(b, a, mask);
         exponent_to_power(v: __m256d) -> __m256d = _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(v)));
-        interleave(a: __m256d, b: __m256d) -> (__m256d, __m256d) = {
-            let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
-            (_mm256_permute2f128_pd::<0x20>(low, high), _mm256_permute2f128_pd::<0x31>(low, high))
-        };
+        interleave(a: __m256d, b: __m256d) -> (__m256d, __m256d) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
         reduce_sum(v: __m256d) -> f64 = {
             let v = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd::<1>(v));
             _mm_cvtsd_f64(_mm_add_sd(v, _mm_unpackhi_pd(v, v)))
@@ -118,6 +112,7 @@ impl Simd for Avx2<f64> {
     memory_ops! {
         load(p: *const f64) -> __m256d = _mm256_loadu_pd(p);
         store(p: *mut f64, v: __m256d) -> () = _mm256_storeu_pd(p, v);
+        load_parts(place: impl Fn(usize) -> *const f64) -> __m256d = _mm256_loadu2_m128d(place(1), place(0));
         load_partial(p: *const f64, n: usize) -> __m256d = _mm256_maskload_pd(p, first_lanes_f64(n));
         store_partial(p: *mut f64, v: __m256d, n: usize) -> () = _mm256_maskstore_pd(p, first_lanes_f64(n), v);
     }
@@ -125,7 +120,7 @@ impl Simd for Avx2<f64> {
     #[inline(always)]
     unsafe fn transpose_block(self, block: Block<f64>) {
         // SAFETY: the contract is the same.
-        unsafe { transpose::<Self, 4>(self, block) }
+        unsafe { transpose::<Self, 4, 2>(self, block) }
     }
 }
 

@@ -56,7 +56,7 @@ impl Simd for Avx512<f32> {
     #[inline(always)]
     unsafe fn transpose_block(self, block: Block<f32>) {
         // SAFETY: the contract is the same.
-        unsafe { transpose::<Self, 16>(self, block) }
+        unsafe { transpose::<Self, 16, 16>(self, block) }
     }
 
     #[inline(always)]
@@ -108,7 +108,7 @@ impl Simd for Avx512<f64> {
     #[inline(always)]
     unsafe fn transpose_block(self, block: Block<f64>) {
         // SAFETY: the contract is the same.
-        unsafe { transpose::<Self, 8>(self, block) }
+        unsafe { transpose::<Self, 8, 8>(self, block) }
     }
 
     #[inline(always)]

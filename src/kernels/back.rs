@@ -79,74 +79,38 @@ pub(crate) unsafe fn back<S: Simd>(s: S, a: &Back<S::Elem>) {
             factor = S::Elem::one();
         }
         match (all_visible, a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, true, TOGETHER>(s, a, factor),
-            (true, false) => rows::<S, false, false, 1>(s, a, factor),
-            (false, true) => rows::<S, true, true, TOGETHER>(s, a, factor),
-            (false, false) => rows::<S, true, false, 1>(s, a, factor),
+            (true, true) => rows::<S, false, true>(s, a, factor),
+            (true, false) => rows::<S, false, false>(s, a, factor),
+            (false, true) => rows::<S, true, true>(s, a, factor),
+            (false, false) => rows::<S, true, false>(s, a, factor),
         }
     }
 }
 
-/// The rows of a group. `WHOLE` fixes the range of keys to 0..64, so that the loop is unrolled; `STEP` vectors are taken
-/// at a time.
+/// The rows of a group. `WHOLE` fixes the range of keys to 0..64, so that the loop is unrolled.
 ///
 /// # Safety
 /// As [`back`].
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
-    s: S,
-    a: &Back<S::Elem>,
-    factor: S::Elem,
-) {
-    let factor = s.splat(factor);
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S::Elem>, factor: S::Elem) {
     let powers = Powers::new(s, S::Elem::LOG2_E);
     let powers = powers.in_memory();
-    let smallest = s.splat(S::Elem::min_positive_value());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
         // SAFETY: row < rows, and keys run within the 64 of a row, in steps of vectors that divide 16 (contract).
         unsafe {
-            let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
-            let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
-            let lse = s.splat(*a.lse.add(row));
-            let delta = s.splat(*a.delta.add(row));
-            let mut key = first;
-            while key < end {
-                let mut x = [s.zero(); STEP];
-                for v in 0..STEP {
-                    // Rounded before the difference, as the lse was: a key that has all the weight has p = 1.
-                    x[v] = s.sub(s.mul(s.load(p.add(key + v * S::LANES)), factor), lse);
-                }
-                let e = powers.of(s, x);
-                for v in 0..STEP {
-                    let key = key + v * S::LANES;
-                    let seen = s.mask_from_bits(visible >> key);
-                    let e = if MASKED { s.select(seen, e[v], s.zero()) } else { e[v] };
-                    let (mut d_p, mut kept) = (s.load(d.add(key)), e);
-                    if !a.z.is_null() {
-                        let z = s.load(a.z.add(row * KEYS + key));
-                        (d_p, kept) = (s.mul(z, d_p), s.mul(z, e));
-                    }
-                    let mut d_x = s.mul(e, s.sub(d_p, delta));
-                    if MASKED {
-                        d_x = s.select(seen, d_x, s.zero());
-                    }
-                    if !a.d_scores.is_null() {
-                        s.store(a.d_scores.add(row * KEYS + key), d_x);
-                    }
-                    if a.softcap.is_some() {
-                        d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
-                        if MASKED {
-                            // The slope of a hidden pair is what its product was, NaN included.
-                            d_x = s.select(seen, d_x, s.zero());
-                        }
-                    }
-                    s.store(p.add(key), kept);
-                    s.store(d.add(key), s.select(s.lt(s.abs(d_x), smallest), s.zero(), d_x));
-                }
-                key += STEP * S::LANES;
-            }
+            let numbers = Row {
+                row,
+                visible: if MASKED { *a.visible.add(row) } else { u64::MAX },
+                factor: s.splat(factor),
+                lse: s.splat(*a.lse.add(row)),
+                delta: s.splat(*a.delta.add(row)),
+            };
+            let key = keys::<S, MASKED, TOGETHER>(s, a, &powers, &numbers, first..end);
+            let key = keys::<S, MASKED, 2>(s, a, &powers, &numbers, key..end);
+            keys::<S, MASKED, 1>(s, a, &powers, &numbers, key..end);
             if !WHOLE {
+                let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
                 for key in (0..first).chain(end..KEYS).step_by(S::LANES) {
                     s.store(p.add(key), s.zero());
                     s.store(d.add(key), s.zero());
@@ -154,6 +118,72 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
             }
         }
     }
+}
+
+/// A row, and what all its keys share.
+struct Row<V> {
+    row: usize,
+    visible: u64,
+    factor: V,
+    lse: V,
+    delta: V,
+}
+
+/// The keys `keys` of a row, `STEP` vectors at a time as long as there are so many. Returns where it ended.
+///
+/// # Safety
+/// As [`back`]; `keys` are whole vectors of the tile's keys.
+#[inline(always)]
+unsafe fn keys<S: Simd, const MASKED: bool, const STEP: usize>(
+    s: S,
+    a: &Back<S::Elem>,
+    powers: &Powers<S::V>,
+    numbers: &Row<S::V>,
+    keys: Range<usize>,
+) -> usize {
+    let Row { row, visible, factor, lse, delta } = *numbers;
+    let smallest = s.splat(S::Elem::min_positive_value());
+    let mut key = keys.start;
+    while key + STEP * S::LANES <= keys.end {
+        // SAFETY: row < rows, and STEP vectors from `key` on lie within the 64 keys of a row (contract).
+        unsafe {
+            let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
+            let mut x = [s.zero(); STEP];
+            for v in 0..STEP {
+                // Rounded before the difference, as the lse was: a key that has all the weight has p = 1.
+                x[v] = s.sub(s.mul(s.load(p.add(key + v * S::LANES)), factor), lse);
+            }
+            let e = powers.of(s, x);
+            for v in 0..STEP {
+                let key = key + v * S::LANES;
+                let seen = s.mask_from_bits(visible >> key);
+                let e = if MASKED { s.select(seen, e[v], s.zero()) } else { e[v] };
+                let (mut d_p, mut kept) = (s.load(d.add(key)), e);
+                if !a.z.is_null() {
+                    let z = s.load(a.z.add(row * KEYS + key));
+                    (d_p, kept) = (s.mul(z, d_p), s.mul(z, e));
+                }
+                let mut d_x = s.mul(e, s.sub(d_p, delta));
+                if MASKED {
+                    d_x = s.select(seen, d_x, s.zero());
+                }
+                if !a.d_scores.is_null() {
+                    s.store(a.d_scores.add(row * KEYS + key), d_x);
+                }
+                if a.softcap.is_some() {
+                    d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
+                    if MASKED {
+                        // The slope of a hidden pair is what its product was, NaN included.
+                        d_x = s.select(seen, d_x, s.zero());
+                    }
+                }
+                s.store(p.add(key), kept);
+                s.store(d.add(key), s.select(s.lt(s.abs(d_x), smallest), s.zero(), d_x));
+            }
+        }
+        key += STEP * S::LANES;
+    }
+    key
 }
 
 /// A group of rows on its way back through a tile.

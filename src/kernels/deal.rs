@@ -5,6 +5,8 @@
 //! items of a deal are handed out once each, so their rows are disjoint, and a [`Block`] lets nothing else through.
 //! This is the crate's one way around a `&mut` that cannot be split (the rows of a group are no slice of the output).
 
+use super::real::Real;
+use super::table::Kernels;
 use crate::heads::HeadMap;
 use ndarray::{ArrayViewMut4, Axis};
 use std::marker::PhantomData;
@@ -13,8 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Deals the work items of one call.
 #[derive(Debug)]
-pub(crate) struct Deal<'a, T> {
+pub(crate) struct Deal<'a, T: 'static> {
     next: AtomicUsize,
+    kernels: &'static Kernels<T>,
     heads: &'a HeadMap,
     batch: usize,
     q_len: usize,
@@ -25,9 +28,10 @@ pub(crate) struct Deal<'a, T> {
     lse: Option<Rows<'a, T>>,
 }
 
-impl<'a, T: Copy> Deal<'a, T> {
+impl<'a, T: Real> Deal<'a, T> {
     /// Blocks of `query_tile > 0` positions. `None` if the two outputs differ in batch, heads or length.
     pub(crate) fn new(
+        kernels: &'static Kernels<T>,
         heads: &'a HeadMap,
         query_tile: usize,
         context: ArrayViewMut4<'a, T>,
@@ -37,7 +41,7 @@ impl<'a, T: Copy> Deal<'a, T> {
         let (context, lse) = (Rows::new(context), lse.map(Rows::new));
         let same = lse.as_ref().is_none_or(|lse| context.shape[..3] == lse.shape[..3]);
         let fits = same && num_heads == heads.num_heads() && query_tile > 0;
-        fits.then(|| Self { next: AtomicUsize::new(0), heads, batch, q_len, query_tile, context, lse })
+        fits.then(|| Self { next: AtomicUsize::new(0), kernels, heads, batch, q_len, query_tile, context, lse })
     }
 
     /// Number of items.
@@ -52,7 +56,16 @@ impl<'a, T: Copy> Deal<'a, T> {
     /// The next item that nobody has. The last positions come first: under a causal mask they see the most keys, and
     /// the longest items must not be the last ones.
     pub(crate) fn next(&self) -> Option<Block<'_, T>> {
-        let index = self.next.fetch_add(1, Ordering::Relaxed);
+        let (entry, kv_head, positions) = self.item(self.next.fetch_add(1, Ordering::Relaxed))?;
+        Some(Block { deal: self, entry, kv_head, positions })
+    }
+
+    /// Batch entry, KV head and query positions of the item that nobody has yet: a guess at what this thread will do next.
+    pub(crate) fn upcoming(&self) -> Option<(usize, usize, Range<usize>)> {
+        self.item(self.next.load(Ordering::Relaxed))
+    }
+
+    fn item(&self, index: usize) -> Option<(usize, usize, Range<usize>)> {
         if index >= self.len() {
             return None;
         }
@@ -61,20 +74,20 @@ impl<'a, T: Copy> Deal<'a, T> {
         let positions = start..self.q_len.min(start + self.query_tile);
         let read = self.heads.num_read();
         let kv_head = self.heads.read_kv_head(group % read);
-        Some(Block { deal: self, entry: group / read, kv_head, positions })
+        Some((group / read, kv_head, positions))
     }
 }
 
 /// One work item. There is one of each, which is why it cannot be cloned.
 #[derive(Debug)]
-pub(crate) struct Block<'a, T> {
+pub(crate) struct Block<'a, T: 'static> {
     deal: &'a Deal<'a, T>,
     entry: usize,
     kv_head: usize,
     positions: Range<usize>,
 }
 
-impl<T: Copy> Block<'_, T> {
+impl<T: Real> Block<'_, T> {
     /// The batch entry.
     pub(crate) fn entry(&self) -> usize {
         self.entry
@@ -95,8 +108,8 @@ impl<T: Copy> Block<'_, T> {
         self.deal.lse.is_some()
     }
 
-    /// Writes the context `[value_dim]` and the lse of one query. A row that is not the item's own is left alone.
-    pub(crate) fn write(&mut self, head: usize, position: usize, context: &[T], lse: T) {
+    /// Writes `sum / divisor` `[value_dim]` and the lse of one query. A row that is not the item's own is left alone.
+    pub(crate) fn write(&mut self, head: usize, position: usize, sum: &[T], divisor: T, lse: T) {
         let deal = self.deal;
         let own = head < deal.heads.num_heads()
             && deal.heads.kv_head(head) == self.kv_head
@@ -107,9 +120,10 @@ impl<T: Copy> Block<'_, T> {
             // index out once) and each (entry, head, position) belongs to one item, so no other thread touches the
             // row; entry, head and position lie within the shape that `Deal::new` compared.
             unsafe {
-                deal.context.write([self.entry, head, position], context);
+                let at = [self.entry, head, position];
+                deal.context.write(at, sum, |sum, to| deal.kernels.divide(sum, to, divisor));
                 if let Some(rows) = &deal.lse {
-                    rows.write([self.entry, head, position], &[lse]);
+                    rows.write(at, &[lse], |lse, to| to.copy_from_slice(lse));
                 }
             }
         }
@@ -130,27 +144,36 @@ unsafe impl<T: Send> Send for Rows<'_, T> {}
 // SAFETY: the only access is `write`, whose callers give each row to one thread.
 unsafe impl<T: Send> Sync for Rows<'_, T> {}
 
-impl<'a, T: Copy> Rows<'a, T> {
+/// Elements of a row that is not contiguous which are written together.
+const PIECE: usize = 64;
+
+impl<'a, T: Real> Rows<'a, T> {
     fn new(mut array: ArrayViewMut4<'a, T>) -> Self {
         let strides = [0, 1, 2, 3].map(|axis| array.stride_of(Axis(axis)));
         Self { start: array.as_mut_ptr(), shape: array.dim().into(), strides, array: PhantomData }
     }
 
+    /// Has `fill` make a row, or pieces of it, from `row`.
+    ///
     /// # Safety
     /// `at` lies within the first three axes, and nobody else reads or writes that row meanwhile.
-    unsafe fn write(&self, at: [usize; 3], row: &[T]) {
+    unsafe fn write(&self, at: [usize; 3], row: &[T], fill: impl Fn(&[T], &mut [T])) {
         let offset: isize = at.iter().zip(self.strides).map(|(&index, stride)| index as isize * stride).sum();
         // SAFETY: within the array by this function's contract; a view's offsets do not overflow isize.
         let first = unsafe { self.start.offset(offset) };
         let len = row.len().min(self.shape[3]);
         if self.strides[3] == 1 {
-            // SAFETY: the row has shape[3] >= len elements side by side; a slice cannot overlap an exclusive borrow.
-            unsafe { first.copy_from_nonoverlapping(row.as_ptr(), len) };
+            // SAFETY: the row has shape[3] >= len elements side by side, which are initialised and nobody else's.
+            fill(&row[..len], unsafe { std::slice::from_raw_parts_mut(first, len) });
             return;
         }
-        for (j, &x) in row[..len].iter().enumerate() {
-            // SAFETY: j < shape[3].
-            unsafe { first.offset(j as isize * self.strides[3]).write(x) };
+        let mut piece = [T::zero(); PIECE];
+        for (start, row) in (0..).step_by(PIECE).zip(row[..len].chunks(PIECE)) {
+            fill(row, &mut piece[..row.len()]);
+            for (j, &x) in (start..).zip(&piece[..row.len()]) {
+                // SAFETY: j < shape[3].
+                unsafe { first.offset(j as isize * self.strides[3]).write(x) };
+            }
         }
     }
 }
@@ -158,12 +181,20 @@ impl<'a, T: Copy> Rows<'a, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::Level;
     use ndarray::{Array4, s};
+
+    /// More than one piece.
+    const WIDTH: usize = PIECE + 3;
+
+    fn kernels<T: Real>() -> &'static Kernels<T> {
+        T::kernels(Level::best())
+    }
 
     fn deal_all(heads: &HeadMap, query_tile: usize, mut context: Array4<f64>) -> Array4<f64> {
         let (batch, num_heads, q_len, _) = context.dim();
         let mut lse = Array4::from_elem((batch, num_heads, q_len, 1), -1.0);
-        let deal = Deal::new(heads, query_tile, context.view_mut(), Some(lse.view_mut())).unwrap();
+        let deal = Deal::new(kernels(), heads, query_tile, context.view_mut(), Some(lse.view_mut())).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
@@ -172,7 +203,8 @@ mod tests {
                         for head in heads.query_heads(block.kv_head()) {
                             for i in block.positions() {
                                 let value = (100 * entry + 10 * head + i) as f64;
-                                block.write(head, i, &[value, value + 0.5], value);
+                                let sum: Vec<f64> = (0..WIDTH).map(|j| 2.0 * (value + 0.005 * j as f64)).collect();
+                                block.write(head, i, &sum, 2.0, value);
                             }
                         }
                     }
@@ -185,12 +217,15 @@ mod tests {
 
     #[test]
     fn every_row_is_written_once_whatever_the_cut_and_the_strides() {
-        let want = Array4::from_shape_fn((2, 3, 5, 2), |(b, h, i, j)| (100 * b + 10 * h + i) as f64 + 0.5 * j as f64);
+        let want = Array4::from_shape_fn((2, 3, 5, WIDTH), |(b, h, i, j)| {
+            let value = (100 * b + 10 * h + i) as f64 + 0.005 * j as f64;
+            2.0 * value / 2.0
+        });
         for heads in [HeadMap::grouped(3, 1), HeadMap::grouped(3, 3), HeadMap::explicit(&[2, 0, 2], 4)] {
             for query_tile in [1, 2, 5, 9] {
                 let heads = heads.as_ref().unwrap();
-                assert_eq!(deal_all(heads, query_tile, Array4::from_elem((2, 3, 5, 2), f64::NAN)), want);
-                let token_major = Array4::from_elem((2, 5, 2, 3), f64::NAN).permuted_axes([0, 3, 1, 2]);
+                assert_eq!(deal_all(heads, query_tile, Array4::from_elem((2, 3, 5, WIDTH), f64::NAN)), want);
+                let token_major = Array4::from_elem((2, 5, WIDTH, 3), f64::NAN).permuted_axes([0, 3, 1, 2]);
                 assert_eq!(deal_all(heads, query_tile, token_major), want);
             }
         }
@@ -200,9 +235,9 @@ mod tests {
     fn outputs_that_differ_are_refused() {
         let heads = HeadMap::grouped(2, 2).unwrap();
         let (mut a, mut b) = (Array4::<f32>::zeros((1, 2, 3, 4)), Array4::zeros((1, 2, 4, 1)));
-        assert!(Deal::new(&heads, 1, a.view_mut(), Some(b.view_mut())).is_none());
+        assert!(Deal::new(kernels(), &heads, 1, a.view_mut(), Some(b.view_mut())).is_none());
         let mut c = a.clone();
-        assert!(Deal::new(&heads, 0, c.view_mut(), Some(a.view_mut())).is_none());
+        assert!(Deal::new(kernels(), &heads, 0, c.view_mut(), Some(a.view_mut())).is_none());
     }
 
     #[test]
@@ -210,7 +245,7 @@ mod tests {
         let heads = HeadMap::grouped(2, 2).unwrap();
         for shape in [(0, 2, 3, 4), (1, 2, 0, 4)] {
             let (mut a, mut b) = (Array4::<f32>::zeros(shape), Array4::zeros(shape));
-            assert!(Deal::new(&heads, 2, a.view_mut(), Some(b.view_mut())).unwrap().next().is_none());
+            assert!(Deal::new(kernels(), &heads, 2, a.view_mut(), Some(b.view_mut())).unwrap().next().is_none());
         }
     }
 }

@@ -157,6 +157,6 @@ impl<T: Real + Lane, const N: usize> Simd for Portable<T, N> {
     #[inline(always)]
     unsafe fn transpose_block(self, block: Block<T>) {
         // SAFETY: the contract is the same.
-        unsafe { transpose::<Self, N>(self, block) }
+        unsafe { transpose::<Self, N, N>(self, block) }
     }
 }

@@ -77,7 +77,8 @@ pub(crate) trait Simd: Copy {
     /// [`Real::exponent_to_power`] of each lane.
     fn exponent_to_power(self, v: Self::V) -> Self::V;
 
-    /// The lanes of `a` and `b` alternating: the first `LANES` of them and the rest.
+    /// The lanes of `a` and `b` alternating: the first `LANES` of them and the rest. Where lanes cannot change between the
+    /// parts of a vector for little, each part by itself; see [`transpose`].
     fn interleave(self, a: Self::V, b: Self::V) -> (Self::V, Self::V);
 
     fn reduce_sum(self, v: Self::V) -> Self::Elem;
@@ -98,13 +99,23 @@ pub(crate) trait Simd: Copy {
     /// `n <= LANES`, and `p` must be valid for reading `n` elements.
     unsafe fn load_partial(self, p: *const Self::Elem, n: usize) -> Self::V;
 
+    /// Each part of a vector from its own place.
+    ///
+    /// # Safety
+    /// `place(part)` must be valid for reading as many elements as [`Simd::interleave`] takes for a part.
+    #[inline(always)]
+    unsafe fn load_parts(self, place: impl Fn(usize) -> *const Self::Elem) -> Self::V {
+        // SAFETY: the contract is the same for a vector that is one part.
+        unsafe { self.load(place(0)) }
+    }
+
     /// The first `n` lanes to memory.
     ///
     /// # Safety
     /// `n <= LANES`, and `p` must be valid for writing `n` elements.
     unsafe fn store_partial(self, p: *mut Self::Elem, v: Self::V, n: usize);
 
-    /// Transposes a block of `LANES x LANES`: [`transpose`] with the constant filled in.
+    /// Transposes a block of `LANES x LANES`: [`transpose`] with the constants filled in.
     ///
     /// # Safety
     /// As [`transpose`].
@@ -146,33 +157,36 @@ pub(crate) struct Block<T> {
     pub(crate) to_row: usize,
 }
 
-/// `to[j][i] = from[i][j]` for `i, j < N = LANES`, in log2(N) rounds.
+/// `to[j][i] = from[i][j]` for `i, j < N = LANES`, in log2(P) rounds, with `P` lanes to a part of [`Simd::interleave`].
 ///
-/// A round interleaves the two halves of the block, which rotates the bits of the flat index `i N + j` by one place;
-/// after log2(N) rounds the bits of `i` and `j` have changed places.
+/// A round interleaves the two halves of a block of `P x P`, which rotates the bits of the flat index `i P + j` by one place;
+/// after log2(P) rounds the bits of `i` and `j` have changed places. If there are several parts, each takes its own block,
+/// from other rows: the loads put them in place.
 ///
 /// # Safety
 /// The `rows` first rows of `N` elements must be readable and all `N` rows of the target writable.
 #[inline(always)]
-pub(crate) unsafe fn transpose<S: Simd, const N: usize>(s: S, block: Block<S::Elem>) {
-    const { assert!(N == S::LANES) };
-    let mut rows = [s.zero(); N];
-    let mut from = block.from;
-    for row in rows.iter_mut().take(block.rows) {
-        // SAFETY: the row is among the first `rows`, readable by this function's contract.
-        *row = unsafe { s.load(from) };
-        from = from.wrapping_offset(block.from_row);
-    }
-    for _ in 0..N.trailing_zeros() {
-        let mut next = rows;
-        for i in 0..N / 2 {
-            (next[2 * i], next[2 * i + 1]) = s.interleave(rows[i], rows[i + N / 2]);
+pub(crate) unsafe fn transpose<S: Simd, const N: usize, const P: usize>(s: S, block: Block<S::Elem>) {
+    const { assert!(N == S::LANES && N.is_multiple_of(P)) };
+    let nothing = [S::Elem::zero(); P];
+    for first in (0..N).step_by(P) {
+        let place = |row: usize| match row < block.rows {
+            true => block.from.wrapping_offset(row as isize * block.from_row).wrapping_add(first),
+            false => nothing.as_ptr(),
+        };
+        // SAFETY: `P` elements of a row that exists are readable by this function's contract, and so are those of `nothing`.
+        let mut rows = std::array::from_fn::<_, P, _>(|i| unsafe { s.load_parts(|part| place(part * P + i)) });
+        for _ in 0..P.trailing_zeros() {
+            let mut next = rows;
+            for i in 0..P / 2 {
+                (next[2 * i], next[2 * i + 1]) = s.interleave(rows[i], rows[i + P / 2]);
+            }
+            rows = next;
         }
-        rows = next;
-    }
-    for (j, &row) in rows.iter().enumerate() {
-        // SAFETY: row j < N of the target is writable by this function's contract.
-        unsafe { s.store(block.to.add(j * block.to_row), row) };
+        for (j, &row) in (first..).zip(&rows) {
+            // SAFETY: row j < N of the target is writable by this function's contract.
+            unsafe { s.store(block.to.add(j * block.to_row), row) };
+        }
     }
 }
 

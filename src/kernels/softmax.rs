@@ -22,6 +22,7 @@ use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
 use num_traits::{Float, One};
+use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{Ordering, compiler_fence};
 
@@ -70,25 +71,21 @@ pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
             factor = S::Elem::one();
         }
         match (all_visible, a.first == 0 && a.end == KEYS) {
-            (true, true) => rows::<S, false, true, TOGETHER>(s, a, factor),
-            (true, false) => rows::<S, false, false, 1>(s, a, factor),
-            (false, true) => rows::<S, true, true, TOGETHER>(s, a, factor),
-            (false, false) => rows::<S, true, false, 1>(s, a, factor),
+            (true, true) => rows::<S, false, true>(s, a, factor),
+            (true, false) => rows::<S, false, false>(s, a, factor),
+            (false, true) => rows::<S, true, true>(s, a, factor),
+            (false, false) => rows::<S, true, false>(s, a, factor),
         }
     }
 }
 
 /// Scores to probabilities, with the reference of a row moved first if it has to. `WHOLE` fixes the range of keys to
-/// 0..64, so that loops over keys are unrolled; `STEP` vectors are taken at a time.
+/// 0..64, so that loops over keys are unrolled.
 ///
 /// # Safety
 /// As [`softmax`].
 #[inline(always)]
-unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize>(
-    s: S,
-    a: &Softmax<S::Elem>,
-    factor: S::Elem,
-) {
+unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
     let (to_exponent, slack) = (factor * S::Elem::LOG2_E, S::Elem::SLACK / factor);
     let powers = Powers::new(s, to_exponent);
     let powers = powers.in_memory();
@@ -134,25 +131,47 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool, const STEP: usize
             // The row is read anew: kept from above, it would take all registers, and be written to memory once more.
             compiler_fence(Ordering::AcqRel);
             let l = a.l.add(row * PANEL);
-            let mut sum = s.load(l);
-            let mut key = first;
-            while key < end {
-                let mut x = [s.zero(); STEP];
-                for v in 0..STEP {
-                    // The difference is exact where it is small: all that follows from it has the relative error of a power,
-                    // and a key that has all the weight has p = 1.
-                    x[v] = s.sub(s.load(p.add(key + v * S::LANES)), reference);
-                }
-                let e = powers.of(s, x);
-                for v in 0..STEP {
-                    s.store(p.add(key + v * S::LANES), e[v]);
-                    sum = s.add(sum, e[v]);
-                }
-                key += STEP * S::LANES;
-            }
+            let sum = s.load(l);
+            let (key, sum) = to_powers::<S, TOGETHER>(s, &powers, p, first..end, reference, sum);
+            let (key, sum) = to_powers::<S, 2>(s, &powers, p, key..end, reference, sum);
+            let (_, sum) = to_powers::<S, 1>(s, &powers, p, key..end, reference, sum);
             s.store(l, sum);
         }
     }
+}
+
+/// Scores to powers, `STEP` vectors at a time as long as there are so many; adds them to `sum`. Returns where it ended.
+///
+/// # Safety
+/// `p` must be valid for reading and writing the elements `keys`, whole vectors of them.
+#[inline(always)]
+unsafe fn to_powers<S: Simd, const STEP: usize>(
+    s: S,
+    powers: &Powers<S::V>,
+    p: *mut S::Elem,
+    keys: Range<usize>,
+    reference: S::V,
+    mut sum: S::V,
+) -> (usize, S::V) {
+    let mut key = keys.start;
+    while key + STEP * S::LANES <= keys.end {
+        // SAFETY: STEP vectors from `key` on end within `keys`.
+        unsafe {
+            let mut x = [s.zero(); STEP];
+            for v in 0..STEP {
+                // The difference is exact where it is small: all that follows from it has the relative error of a power,
+                // and a key that has all the weight has p = 1.
+                x[v] = s.sub(s.load(p.add(key + v * S::LANES)), reference);
+            }
+            let e = powers.of(s, x);
+            for v in 0..STEP {
+                s.store(p.add(key + v * S::LANES), e[v]);
+                sum = s.add(sum, e[v]);
+            }
+        }
+        key += STEP * S::LANES;
+    }
+    (key, sum)
 }
 
 /// Multiplies the row of `o` and its partial sums by `2^exponent`.

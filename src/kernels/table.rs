@@ -40,7 +40,7 @@ pub(crate) struct Kernels<T: 'static> {
     gelu: unsafe fn(*mut T, usize),
     gelu_slope: unsafe fn(*mut T, usize),
     normalise: unsafe fn(&RowRule<'_, T>, NormInput<'_, T>, &mut [T]),
-    divide: unsafe fn(*mut T, usize, T),
+    divide: unsafe fn(*const T, *mut T, usize, T),
     multiply_adds: unsafe fn(usize, T) -> T,
     multiply_adds_flop: usize,
     sum: unsafe fn(*const T, usize) -> T,
@@ -78,7 +78,7 @@ macro_rules! level {
             level!(@entry $token $(, $features)?, gelu(x: *mut $t, n: usize) -> () = normal::gelu::<_, false>);
             level!(@entry $token $(, $features)?, gelu_slope(x: *mut $t, n: usize) -> () = normal::gelu::<_, true>);
             level!(@entry $token $(, $features)?, normalise(rule: &RowRule<'_, $t>, input: NormInput<'_, $t>, rows: &mut [$t]) -> () = norm::normalise);
-            level!(@entry $token $(, $features)?, divide(x: *mut $t, n: usize, d: $t) -> () = divide::divide);
+            level!(@entry $token $(, $features)?, divide(x: *const $t, to: *mut $t, n: usize, d: $t) -> () = divide::divide);
             level!(@entry $token $(, $features)?, multiply_adds(steps: usize, x: $t) -> $t = peak::multiply_adds);
             level!(@entry $token $(, $features)?, sum(x: *const $t, n: usize) -> $t = peak::sum);
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
@@ -192,9 +192,10 @@ impl<T: Copy> Kernels<T> {
     }
 
     /// Divides each number by `d`.
-    pub(crate) fn divide(&self, x: &mut [T], d: T) {
-        // SAFETY: pointer and length are those of a mutable slice.
-        unsafe { (self.divide)(x.as_mut_ptr(), x.len(), d) }
+    pub(crate) fn divide(&self, x: &[T], to: &mut [T], d: T) {
+        let n = x.len().min(to.len());
+        // SAFETY: both slices have n elements, and one of them is borrowed exclusively.
+        unsafe { (self.divide)(x.as_ptr(), to.as_mut_ptr(), n, d) }
     }
 
     /// Multiply-adds on registers for as long as `steps` takes.
