@@ -391,8 +391,7 @@ impl<T: Element> Backward<'_, '_, T> {
             if let Some(tables) = &self.tables {
                 tables.add_products(&patch, p, queries.tables);
             }
-            let bias =
-                rules.bias.as_ref().map(|from| walk.bias_rows(from, rows.clone(), keys.clone(), &mut *queries.bias));
+            let bias = walk.bias_rows(rows.clone(), keys.clone(), &mut *queries.bias);
             let mut group = BackGroup {
                 rows: rows.len(),
                 p,

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use super::bias::{Bias, ScoreRow};
+use super::bias::ScoreRow;
 use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
@@ -25,7 +25,7 @@ use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, rows_of_tile,
+    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -143,19 +143,27 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
     pub(super) rows: usize,
     /// The rules that all heads of the batch entry share.
     pub(super) mask: HeadMask<'p>,
+    /// The biases of the rows, if they all belong to one head and lie in memory like that.
+    lines: Option<Lines<'a, T>>,
 }
 
 impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     pub(super) fn new(call: &'p Call<'p, 'a, T>, kernels: &'static Kernels<T>, at: Rows) -> Self {
         let group = call.rules.heads.group_size(at.kv_head);
         let (rows, mask) = (at.positions.len() * group, call.rules.mask(at.entry));
-        Self { call, kernels, at, only: None, group, rows, mask }
+        Self { call, kernels, at, only: None, group, rows, mask, lines: None }.with_lines()
     }
 
     /// The rows of one query head.
     pub(super) fn of_head(call: &'p Call<'p, 'a, T>, kernels: &'static Kernels<T>, at: Rows, head: usize) -> Self {
         let (rows, mask) = (at.positions.len(), call.rules.mask(at.entry));
-        Self { call, kernels, at, only: Some(head), group: 1, rows, mask }
+        Self { call, kernels, at, only: Some(head), group: 1, rows, mask, lines: None }.with_lines()
+    }
+
+    fn with_lines(self) -> Self {
+        let Some(bias) = self.call.rules.bias.as_ref().filter(|_| self.group == 1 && self.rows > 0) else { return self };
+        let (head, i) = self.row(0);
+        Self { lines: bias.lines(self.score_row(head, i)), ..self }
     }
 
     pub(super) fn entry(&self) -> usize {
@@ -216,7 +224,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             self.relative_products(from, queries, [&mut *keys, &mut *scores], relative);
         }
         let factor = split_scale(rules.scale).1;
-        let plain = rules.bias.is_none() && rules.dropout.is_none() && rules.relative_keys.is_none();
+        let plain = self.lines.is_some() == rules.bias.is_some()
+            && rules.dropout.is_none()
+            && rules.relative_keys.is_none();
         let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
         let mut after = after.map(|Rows { entry, kv_head, positions }| {
             let first = self.call.tiles(&rules.mask(entry), positions).start;
@@ -247,13 +257,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 let tile = self.key_tile(from, sight.panels, (rows.start - some.start) / MAX_ROWS, groups);
                 if plain && row <= run {
                     let mut all = self.group(rows.start..run, queries, state, scores);
-                    if self.kernels.attend_rows(&mut all, &tile, rules.softcap, factor) {
+                    let bias = self.lines.map(|lines| lines.from(rows.start, range.start));
+                    if self.kernels.attend_rows(&mut all, &tile, rules.softcap, bias, factor) {
                         row = run;
                         continue;
                     }
                 }
-                let bias =
-                    rules.bias.as_ref().map(|from| self.bias_rows(from, rows.clone(), range.clone(), &mut *bias));
+                let bias = self.bias_rows(rows.clone(), range.clone(), &mut *bias);
                 let mut group = self.group(rows.clone(), queries, state, scores);
                 let scoring = Scoring {
                     visible: sight.bits.as_ref().map(|bits| &bits[..]),
@@ -339,34 +349,39 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         room
     }
 
-    /// The biases of a group of rows: where they are, or copied, with zeros beyond the keys.
+    /// The biases of a group of rows, if there are any: where they are, or copied, with zeros beyond the keys.
     pub(super) fn bias_rows<'s>(
-        &self,
-        from: &'s Bias<'_, T>,
+        &'s self,
         rows: Range<usize>,
         keys: Range<usize>,
         room: &'s mut [T],
-    ) -> [&'s [T]; MAX_ROWS] {
+    ) -> Option<[&'s [T]; MAX_ROWS]> {
+        let from = self.call.rules.bias.as_ref()?;
         let row = |row: usize| {
             let (head, i) = self.row(row);
             self.score_row(head, i)
         };
         // The next group comes after the products of this one: time enough.
-        for next in rows.end..self.rows.min(rows.end + MAX_ROWS) {
+        let next = rows.end..self.rows.min(rows.end + MAX_ROWS);
+        if let Some(lines) = self.lines.filter(|_| keys.len() == KEYS) {
+            lines.fetch(next, keys.clone());
+            return Some(lines.group(rows, keys));
+        }
+        for next in next {
             from.fetch(row(next), keys.clone());
         }
         let mut found = [&[][..]; MAX_ROWS];
         let mut find =
             |(row, to): (ScoreRow, &mut &'s [T])| from.row(row, keys.clone()).map(|found| *to = found).is_some();
         if keys.len() == KEYS && rows.clone().map(row).zip(&mut found).all(&mut find) {
-            return found;
+            return Some(found);
         }
         for (row, to) in rows.map(row).zip(room.chunks_exact_mut(KEYS)) {
             let (visible, beyond) = to.split_at_mut(keys.len());
             from.copy(row, keys.start, visible);
             beyond.fill(T::zero());
         }
-        rows_of_tile(room)
+        Some(rows_of_tile(room))
     }
 
     /// `[rows][distances]`: the products of the packed queries with the relative keys, packed tile by tile like others.

@@ -15,7 +15,7 @@
 //! | `operand.rs`, `halves.rs` | operands of 16 bits |
 //! | `dots.rs` | products of few rows with a matrix stored transposed |
 //! | `pack.rs` | copies into the layouts that products read |
-//! | `mods.rs` | soft cap and bias |
+//! | `mods.rs`, `lines.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
 //! | `upcoming.rs` | memory that is asked for before it is needed |
 //! | `values.rs` | probabilities times values that are not finite |
@@ -47,6 +47,7 @@ mod gemm;
 #[cfg(feature = "half")]
 mod halves;
 mod level;
+mod lines;
 mod mods;
 mod norm;
 mod normal;
@@ -82,6 +83,7 @@ pub(crate) use gemm::{Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
+pub(crate) use lines::Lines;
 pub(crate) use pairs::RowsAndKeys;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};

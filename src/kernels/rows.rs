@@ -11,26 +11,34 @@
 //! for each group, with its checks, is 370 instructions (30 here) beside the 11800 of the products at AVX2. Both together:
 //! 7.7 to 7.0 ms for 2 heads of 1024 queries, keys and 64 columns on a thread of a Zen 3.
 
+use super::lines::Lines;
 use super::real::Real;
 use super::softmax::Softmax;
-use super::step::{Group, KeyTile, extent};
+use super::step::{Finite, Group, KeyTile, extent};
 use super::table::{Kernels, VALUES_PANEL, values_len};
 use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
 use super::{KEYS, PANEL};
 use std::ptr;
 
 impl<T: Real> Kernels<T> {
-    /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see, with no bias and no
-    /// dropout; `p: [2][6][64]`. Does nothing and returns false if the tile is not in the type that is computed in.
+    /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
+    /// bias hides, without dropout; `p: [2][6][64]`. Does nothing and returns false if the tile is not in the type that is
+    /// computed in, or has values that are not finite and may be hidden.
     pub(crate) fn attend_rows(
         &self,
         all: &mut Group<'_, T>,
         tile: &KeyTile<'_, T>,
         softcap: Option<T>,
+        bias: Option<Lines<'_, T>>,
         factor: T,
     ) -> bool {
         let (Some(k), Some(v)) = (tile.keys.own(), tile.values.own()) else { return false };
         let Group { rows, head_dim, q_row, o_row, .. } = *all;
+        // A bias can hide keys, whose values have to be left out if they are not finite.
+        if rows == 0 || bias.is_some() && tile.finite == Finite::NotAll {
+            return false;
+        }
+        let biases = bias.map(|bias| bias.extent(rows, KEYS));
         let width = tile.padded_width();
         let k = &k[..head_dim.saturating_mul(KEYS)];
         let v = &v[..values_len(KEYS, width)];
@@ -84,11 +92,12 @@ impl<T: Real> Kernels<T> {
             ahead: Ahead::NOTHING,
         };
         let p = [p.as_mut_ptr(), next_p.as_mut_ptr()];
+        let mut visible = [u64::MAX; MAX_ROWS];
         let groups = rows.div_ceil(MAX_ROWS);
         for group in 0..=groups {
             // SAFETY: groups have 1 to 6 rows; the slices above end with the last row of the last one, and `k` has 4
-            // panels, `v` 64 rows of its panels, each `p` 6 rows. Bits of keys are neither read nor written without a
-            // mask and a bias.
+            // panels, `v` 64 rows of its panels, each `p` and `visible` 6 rows. Bits of keys are neither read nor written
+            // without a mask and a bias.
             unsafe {
                 if group < groups {
                     let first = group * MAX_ROWS;
@@ -99,6 +108,9 @@ impl<T: Real> Kernels<T> {
                         scores.ahead = next.keys(group, tile.groups);
                         next.fetch(group, tile.groups);
                     }
+                    if let Some(bias) = bias {
+                        bias.fetch(first..first + scores.rows, 0..KEYS);
+                    }
                     (self.tile)(&scores);
                 }
                 let Some(group) = group.checked_sub(1) else { continue };
@@ -108,6 +120,13 @@ impl<T: Real> Kernels<T> {
                 softmax.m = m.as_mut_ptr().add(first);
                 softmax.l = l.as_mut_ptr().add(first * PANEL);
                 softmax.o = o.as_mut_ptr().add(first * o_row);
+                if let Some((numbers, apart)) = biases {
+                    // Rows beyond the last are not read.
+                    let row = |i| numbers.as_ptr().wrapping_add((first + i) * apart);
+                    softmax.bias = Some(std::array::from_fn(row));
+                    visible.fill(u64::MAX);
+                    softmax.visible = visible.as_mut_ptr();
+                }
                 (self.softmax)(&softmax);
                 (values.rows, values.a, values.c) = (softmax.rows, softmax.p, softmax.o);
                 if let Some(next) = tile.next {
@@ -153,7 +172,7 @@ mod tests {
                     p: &mut p,
                 };
                 if at_once {
-                    assert!(kernels.attend_rows(&mut group, &tile, softcap, factor));
+                    assert!(kernels.attend_rows(&mut group, &tile, softcap, None, factor));
                 } else {
                     let scoring = Scoring { visible: None, bias: None, softcap, factor, dropout: None };
                     kernels.attend(&mut group, &tile, &scoring);

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::kernels::fetch;
+use crate::kernels::{Lines, fetch};
 
 /// An array whose shape fits the call.
 #[derive(Clone, Copy)]
@@ -49,6 +49,14 @@ impl<'a, T: Element> Dense<'a, T> {
         if let Some(row) = self.row(index) {
             fetch(&row[keys]);
         }
+    }
+
+    /// The rows of a head's queries from `i` on, if their keys are neighbours in memory.
+    pub(super) fn lines(&self, [entry, head, i]: [usize; 3]) -> Option<Lines<'a, T>> {
+        let [_, heads, rows, keys] = self.shape;
+        let row = (self.at(0, entry) * heads + self.at(1, head)) * rows + self.at(2, i);
+        let apart = if rows == 1 { 0 } else { keys };
+        self.slice.filter(|_| keys > 1).map(|slice| Lines::new(slice, row * keys, apart))
     }
 
     /// The keys of a query, if they are neighbours in memory.

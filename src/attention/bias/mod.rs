@@ -21,6 +21,7 @@ use super::distance::Span;
 use super::problem::Dims;
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::kernels::Lines;
 use crate::mask::BoundMask;
 use crate::position::Alibi;
 
@@ -120,6 +121,12 @@ impl<'a, T: Element> Bias<'a, T> {
     pub(crate) fn row(&self, row: ScoreRow, keys: Range<usize>) -> Option<&'a [T]> {
         let dense = self.dense.filter(|_| self.alibi.is_none() && self.table.is_none())?;
         dense.row([row.entry, row.head, row.i]).map(|row| &row[keys])
+    }
+
+    /// What is added to the scores of a row and of those of the same head after it, if it lies like that in memory.
+    pub(crate) fn lines(&self, row: ScoreRow) -> Option<Lines<'a, T>> {
+        let dense = self.dense.filter(|_| self.alibi.is_none() && self.table.is_none())?;
+        dense.lines([row.entry, row.head, row.i])
     }
 
     /// What is added to the scores of a row and the keys from `first` on.
