@@ -35,10 +35,10 @@ use crate::element::Element;
 use crate::error::Result;
 use crate::kernels::{
     BackGroup, BackRoom, Cut, Dropped, KEYS, Kernels, MAX_ROWS, PANEL, Pair, Product, Relay, RelayItem, RowKey,
-    RowsAndKeys, Scoring, Start, Stride, Targets, fetch,
+    RowsAndKeys, Scoring, Start, Stride, Targets, Upcoming,
 };
 use crate::parallel;
-use ndarray::{ArrayView1, ArrayViewMut2, Axis, s};
+use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut2, Axis, s};
 
 /// Fills the gradients of all arguments. `wish` is the caller's number of query positions to a step.
 pub(super) fn backward<T: Element>(
@@ -534,19 +534,19 @@ fn add_to_bias<T: Element>(
     keys: Range<usize>,
     d_scores: &[T],
 ) {
-    for (i, d_scores) in (first..).zip(d_scores.chunks_exact(KEYS)) {
-        let i = if d_bias.nrows() == 1 { 0 } else { i };
-        let mut to = d_bias.slice_mut(s![i, offset + keys.start..offset + keys.end]);
-        let d_scores = &d_scores[keys.clone()];
-        match to.as_slice_mut() {
-            Some(to) => to.iter_mut().zip(d_scores).for_each(|(to, &x)| *to += x),
-            None => to += &ArrayView1::from(d_scores),
-        }
-        // The next group comes after the products of its own: time enough.
-        if i + MAX_ROWS < d_bias.nrows()
-            && let Some(next) = d_bias.slice(s![i + MAX_ROWS, offset + keys.start..offset + keys.end]).as_slice()
-        {
-            fetch(next);
-        }
+    let columns = offset + keys.start..offset + keys.end;
+    let add = |mut to: ArrayViewMut1<'_, T>, d_scores: &[T]| match to.as_slice_mut() {
+        Some(to) => to.iter_mut().zip(d_scores).for_each(|(to, &x)| *to += x),
+        None => to += &ArrayView1::from(d_scores),
+    };
+    let lines = d_scores.chunks_exact(KEYS).map(|line| &line[keys.clone()]);
+    if d_bias.nrows() == 1 {
+        lines.for_each(|line| add(d_bias.slice_mut(s![0, columns.clone()]), line));
+        return;
     }
+    let end = first + lines.len();
+    let mut to = d_bias.slice_mut(s![first..end, columns.clone()]);
+    to.rows_mut().into_iter().zip(lines).for_each(|(to, line)| add(to, line));
+    // The next group comes after the products of its own: time enough.
+    Upcoming::new(d_bias.slice(s![end..d_bias.nrows().min(end + MAX_ROWS), columns])).fetch(0, 1);
 }

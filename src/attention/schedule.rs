@@ -19,12 +19,14 @@ const FEWEST_ITEMS: usize = 16;
 const FEWEST_ROWS: usize = 192;
 
 /// Query positions of an item. `group` is the largest number of query heads that share a KV head; `wish` is the caller's.
-pub(crate) fn query_tile(dims: &Dims, group: usize, wish: Option<usize>) -> usize {
+/// With a bias, as many numbers of it as a tile has keys pass through the cache for each row.
+pub(crate) fn query_tile(dims: &Dims, group: usize, biased: bool, wish: Option<usize>) -> usize {
     let (q_len, group) = (dims.q_len.max(1), group.max(1));
     let chosen = wish.unwrap_or_else(|| {
         let rows = q_len.saturating_mul(group);
         let wanted = FEWEST_ITEMS.div_ceil(dims.batch.saturating_mul(dims.num_kv_heads).max(1));
-        let most_rows = (MOST_NUMBERS / (dims.head_dim + dims.value_dim).max(1)).max(FEWEST_ROWS);
+        let numbers = dims.head_dim + dims.value_dim + if biased { KEYS } else { 0 };
+        let most_rows = (MOST_NUMBERS / numbers.max(1)).max(FEWEST_ROWS);
         let tiles = rows.div_ceil(most_rows).max(wanted.min(rows / FEWEST_ROWS)).max(1);
         // Whole groups of six rows, the height of a register block, for one head to a group.
         q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
@@ -122,8 +124,9 @@ mod tests {
 
     #[test]
     fn items_are_neither_few_nor_small() {
-        let tile = |d: Dims, group| query_tile(&d, group, None);
+        let tile = |d: Dims, group| query_tile(&d, group, false, None);
         assert_eq!(tile(dims(1, 8, 8, 2048), 1), 684);
+        assert_eq!(query_tile(&dims(1, 8, 8, 2048), 1, true, None), 516);
         assert_eq!(tile(dims(1, 8, 8, 512), 1), 258);
         assert_eq!(tile(dims(8, 12, 12, 128), 1), 128);
         assert_eq!(tile(dims(1, 32, 1, 100), 32), 7);
@@ -162,9 +165,9 @@ mod tests {
 
     #[test]
     fn extremes_are_cut_too() {
-        assert_eq!(query_tile(&dims(1, 1, 1, 0), 1, None), 1);
-        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, Some(0)), 1);
-        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, Some(usize::MAX)), 5);
-        assert_eq!(query_tile(&dims(1, 1000, 1, 5), 1000, None), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 0), 1, false, None), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, false, Some(0)), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, false, Some(usize::MAX)), 5);
+        assert_eq!(query_tile(&dims(1, 1000, 1, 5), 1000, false, None), 1);
     }
 }

@@ -161,7 +161,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     fn with_lines(self) -> Self {
-        let Some(bias) = self.call.rules.bias.as_ref().filter(|_| self.group == 1 && self.rows > 0) else { return self };
+        let Some(bias) = self.call.rules.bias.as_ref().filter(|_| self.group == 1 && self.rows > 0) else {
+            return self;
+        };
         let (head, i) = self.row(0);
         Self { lines: bias.lines(self.score_row(head, i)), ..self }
     }
@@ -224,9 +226,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             self.relative_products(from, queries, [&mut *keys, &mut *scores], relative);
         }
         let factor = split_scale(rules.scale).1;
-        let plain = self.lines.is_some() == rules.bias.is_some()
-            && rules.dropout.is_none()
-            && rules.relative_keys.is_none();
+        let plain =
+            self.lines.is_some() == rules.bias.is_some() && rules.dropout.is_none() && rules.relative_keys.is_none();
         let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
         let mut after = after.map(|Rows { entry, kv_head, positions }| {
             let first = self.call.tiles(&rules.mask(entry), positions).start;
