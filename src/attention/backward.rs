@@ -355,7 +355,7 @@ impl<T: Element> Backward<'_, '_, T> {
             groups: [const { 0..0 }; KEYS / PANEL],
             partial: false,
         };
-        let mut seeing = walk.seeing(keys.clone());
+        let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&(keys.start / KEYS)));
         for (index, row) in (0..walk.rows()).step_by(MAX_ROWS).enumerate() {
             let rows = row..walk.rows().min(row + MAX_ROWS);
             let all = rows.end <= walk.run_of_all(&mut seeing, row, keys.start / KEYS);

@@ -49,15 +49,22 @@ impl<T: Element> Walk<'_, '_, T> {
         self.mask.keys(self.index(row))
     }
 
-    /// Which rows see keys `keys`, a tile or the last part of one.
-    pub(super) fn seeing(&self, keys: Range<usize>) -> Seeing {
+    /// The tiles that all rows see by structure: most of them.
+    pub(super) fn whole_tiles(&self) -> Range<usize> {
+        match self.rows {
+            0 => 0..0,
+            rows => self.keys(rows - 1).start.div_ceil(KEYS)..self.keys(0).end / KEYS,
+        }
+    }
+
+    /// Which rows see keys `keys`, a tile or the last part of one; `whole` if that is all of them.
+    pub(super) fn seeing(&self, keys: Range<usize>, whole: bool) -> Seeing {
+        if whole {
+            return Seeing { some: 0..self.rows, all: 0..self.rows, run: 0 };
+        }
         let groups = self.rows.div_ceil(MAX_ROWS);
         let first = |group: usize| self.keys(group * MAX_ROWS);
         let last = |group: usize| self.keys(self.rows.min((group + 1) * MAX_ROWS) - 1);
-        if groups > 0 && keys.len() == KEYS && first(0).end >= keys.end && last(groups - 1).start <= keys.start {
-            // Most tiles, without a search.
-            return Seeing { some: 0..self.rows, all: 0..self.rows, run: 0 };
-        }
         let begun = first_where(0..groups, |group| last(group).end > keys.start);
         let ended = first_where(begun..groups, |group| first(group).start >= keys.end);
         let all = if keys.len() == KEYS {

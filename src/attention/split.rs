@@ -85,6 +85,8 @@ pub(super) fn forward<'p, T: Element>(
     };
     let blocks = Blocks::new(states.view_mut(), 1, numbers);
     parallel::for_each_worker(workers, |scratch| {
+        let (buffers, row_keys) = scratch.parts(&size.lengths());
+        let [queries, _, _, _, keys, values, scores, bias, relative, ..] = buffers;
         while let Some(part) = blocks.next() {
             let (group, index) = (part.rows.start / chunks, part.rows.start % chunks);
             let walk = walk(group / heads.num_read(), group % heads.num_read());
@@ -92,9 +94,15 @@ pub(super) fn forward<'p, T: Element>(
             let mut state = State::new(numbers, &walk.size());
             state.clear();
             let first = walk.tiles().start + index * chunk_tiles;
-            let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
-            let [queries, _, _, _, keys, values, scores, bias, relative, ..] = buffers;
-            let room = Room { queries, keys, values, scores, bias, relative, row_keys };
+            let room = Room {
+                queries: &mut *queries,
+                keys: &mut *keys,
+                values: &mut *values,
+                scores: &mut *scores,
+                bias: &mut *bias,
+                relative: &mut *relative,
+                row_keys: &mut *row_keys,
+            };
             walk.run(first..first + chunk_tiles, None, &mut state, room);
         }
     });
@@ -107,11 +115,11 @@ pub(super) fn forward<'p, T: Element>(
     // A state is read and added for every chunk: as much work as a few keys.
     let merging = parallel::workers(states.len() as f64 * 4.0, deal.len()).min(workers.len());
     parallel::for_each_worker(&mut workers[..merging], |scratch| {
+        let ([_, context, maxima, sums, ..], _) = scratch.parts(&size.lengths());
+        let mut state = State { context, maxima, sums };
         while let Some(mut block) = deal.next() {
             let read = heads.read_index_of(block.kv_head());
             let walk = walk(block.entry(), read);
-            let ([_, context, maxima, sums, ..], _) = scratch.parts(&walk.size().lengths());
-            let mut state = State { context, maxima, sums };
             state.clear();
             let first = (block.entry() * heads.num_read() + read) * chunks;
             for part in states.slice(s![first..first + chunks, ..]).rows() {

@@ -20,7 +20,6 @@ use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
-use super::sight::Sight;
 use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
@@ -233,14 +232,15 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let first = self.call.tiles(&rules.mask(entry), positions).start;
             Coming { entry, kv_head, keys: keys_of(first) }
         });
+        let whole = self.whole_tiles();
         for tile in tiles.clone() {
             let range = keys_of(tile);
             let Rows { entry, kv_head, .. } = self.at;
-            let next = match tile + 1 < tiles.end {
+            let mut next = match tile + 1 < tiles.end {
                 true => Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }),
                 false => after.take(),
             };
-            let mut seeing = self.seeing(range.clone());
+            let mut seeing = self.seeing(range.clone(), whole.contains(&tile));
             let some = seeing.some.clone();
             let groups = some.len().div_ceil(MAX_ROWS);
             let (mut unpacked, mut packed) = (Some([&mut *keys, &mut *values]), None);
@@ -249,14 +249,18 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 let run = self.run_of_all(&mut seeing, row, tile);
                 let rows = row..some.end.min(row + MAX_ROWS);
                 row = rows.end;
-                let sight = if row <= run { Some(Sight::WHOLE) } else { self.sight(rows.clone(), range.clone()) };
-                let Some(sight) = sight else { continue };
+                let all = row <= run;
+                let sight = if all { None } else { self.sight(rows.clone(), range.clone()) };
+                if !all && sight.is_none() {
+                    continue;
+                }
+                let panels = sight.as_ref().map_or(0..KEYS / PANEL, |sight| sight.panels.clone());
                 if let Some(room) = unpacked.take() {
-                    packed = Some(self.unpack(range.clone(), next.clone(), groups, room));
+                    packed = Some(self.unpack(range.clone(), next.take(), groups, room));
                 }
                 let Some(from) = packed else { continue };
-                let tile = self.key_tile(from, sight.panels, (rows.start - some.start) / MAX_ROWS, groups);
-                if plain && row <= run {
+                let tile = self.key_tile(from, panels, (rows.start - some.start) / MAX_ROWS, groups);
+                if plain && all {
                     let mut all = self.group(rows.start..run, queries, state, scores);
                     let bias = self.lines.map(|lines| lines.from(rows.start, range.start));
                     if self.kernels.attend_rows(&mut all, &tile, rules.softcap, bias, factor) {
@@ -267,7 +271,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 let bias = self.bias_rows(rows.clone(), range.clone(), &mut *bias);
                 let mut group = self.group(rows.clone(), queries, state, scores);
                 let scoring = Scoring {
-                    visible: sight.bits.as_ref().map(|bits| &bits[..]),
+                    visible: sight.as_ref().and_then(|sight| sight.bits.as_ref()).map(|bits| &bits[..]),
                     bias,
                     softcap: rules.softcap,
                     factor,

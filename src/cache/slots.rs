@@ -139,9 +139,9 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
                 let page = self.pages.get_mut(entry * self.tiles + position / KEYS % self.tiles).and_then(Arc::get_mut);
                 debug_assert!(page.is_some(), "the plan has made the page the cache's own");
                 if let Some(page) = page {
-                    for head in 0..self.shape.num_kv_heads {
-                        let k = k.slice(s![entry, head, from.clone(), ..]);
-                        page.write(head, position % KEYS, k, v.slice(s![entry, head, from.clone(), ..]));
+                    let [k, v] = [k, v].map(|tokens| tokens.slice(s![entry, .., from.clone(), ..]));
+                    for (head, (k, v)) in k.outer_iter().zip(v.outer_iter()).enumerate() {
+                        page.write(head, position % KEYS, k, v);
                     }
                 }
                 done += n;

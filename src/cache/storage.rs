@@ -1,6 +1,6 @@
 //! What a cache keeps its numbers in.
 
-use ndarray::{ArrayView2, Axis, s};
+use ndarray::{ArrayView2, s};
 use num_traits::Float;
 
 use crate::element::Element;
@@ -142,8 +142,12 @@ fn write_keys<S: Storage>(
             pack(keys, panel);
         } else {
             for (lane, key) in keys.outer_iter().enumerate() {
-                for (row, &x) in panel.chunks_exact_mut(PANEL).zip(key) {
-                    row[slot % PANEL + lane] = S::narrow(x);
+                let lane = slot % PANEL + lane;
+                let lanes = panel.chunks_exact_mut(PANEL).map(|row| &mut row[lane]);
+                // A slice is walked in a third of the time of an axis.
+                match key.as_slice() {
+                    Some(key) => lanes.zip(key).for_each(|(to, &x)| *to = S::narrow(x)),
+                    None => lanes.zip(key).for_each(|(to, &x)| *to = S::narrow(x)),
                 }
             }
         }
@@ -151,17 +155,23 @@ fn write_keys<S: Storage>(
     }
 }
 
+/// Panel by panel; returns the bits of the slots that hold something that is not finite.
 fn write_values<S: Storage>(from: ArrayView2<'_, S::Element>, first: usize, to: &mut [S]) -> u64 {
     let mut not_finite = 0;
-    for (panel, columns) in to.chunks_exact_mut(KEYS * PANEL).zip(from.axis_chunks_iter(Axis(1), PANEL)) {
-        for (slot, (to, value)) in panel.chunks_exact_mut(PANEL).skip(first).zip(columns.outer_iter()).enumerate() {
-            match value.as_slice() {
-                Some(value) => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
-                None => to.iter_mut().zip(value).for_each(|(to, &x)| *to = S::narrow(x)),
-            }
-            let finite = to.iter().take(value.len()).fold(true, |finite, x| finite & Float::is_finite(x.widen()));
-            not_finite |= u64::from(!finite) << (first + slot);
+    for (slot, value) in (first..).zip(from.outer_iter()) {
+        let panels = to.chunks_exact_mut(KEYS * PANEL).map(|panel| &mut panel[slot * PANEL..][..PANEL]);
+        let mut finite = true;
+        let mut write = |(to, x): (&mut S, S::Element)| {
+            *to = S::narrow(x);
+            finite &= Float::is_finite(to.widen());
+        };
+        match value.as_slice() {
+            Some(value) => panels.zip(value.chunks(PANEL)).for_each(|(to, value)| {
+                to.iter_mut().zip(value.iter().copied()).for_each(&mut write);
+            }),
+            None => panels.flatten().zip(value.iter().copied()).for_each(write),
         }
+        not_finite |= u64::from(!finite) << slot;
     }
     not_finite
 }
