@@ -10,7 +10,7 @@
 
 use super::Outputs;
 use super::schedule::query_tile;
-use super::walk::{Call, Room, Rows, State, Walk};
+use super::walk::{Call, Room, Rows, State, TileRoom, Walk};
 use super::workspace::{ItemSize, Scratch, Workspace};
 use crate::element::Element;
 use crate::error::Result;
@@ -60,9 +60,10 @@ fn item<'p, T: Element>(
     let walk = Walk::new(call, kernels, at);
     let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
     let [queries, context, maxima, sums, keys, values, scores, bias, relative, ..] = buffers;
+    let rest = TileRoom { keys, values, scores, bias, relative, row_keys };
     let mut state = State { context, maxima, sums };
     state.clear();
-    walk.run(walk.tiles(), after, &mut state, Room { queries, keys, values, scores, bias, relative, row_keys });
+    walk.run(walk.tiles(), after, &mut state, Room { queries, rest });
     for row in 0..walk.rows() {
         let ((head, i), total) = (walk.row(row), walk.finish(row, &mut state));
         let lse = if block.wants_lse() { total.lse() } else { T::zero() };

@@ -12,7 +12,7 @@
 //! walk, so the keys and values of a group are read once. Chunks depend on the lengths and the mask, never on the
 //! threads, and so do the bits of the result.
 
-use super::walk::{Call, Room, Rows, State, Walk};
+use super::walk::{Call, Room, Rows, State, TileRoom, Walk};
 use super::workspace::{ItemSize, Workspace};
 use super::{Outputs, schedule};
 use crate::element::Element;
@@ -94,8 +94,7 @@ pub(super) fn forward<'p, T: Element>(
             let mut state = State::new(numbers, &walk.size());
             state.clear();
             let first = walk.tiles().start + index * chunk_tiles;
-            let room = Room {
-                queries: &mut *queries,
+            let rest = TileRoom {
                 keys: &mut *keys,
                 values: &mut *values,
                 scores: &mut *scores,
@@ -103,6 +102,7 @@ pub(super) fn forward<'p, T: Element>(
                 relative: &mut *relative,
                 row_keys: &mut *row_keys,
             };
+            let room = Room { queries: &mut *queries, rest };
             walk.run(first..first + chunk_tiles, None, &mut state, room);
         }
     });

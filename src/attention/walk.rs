@@ -20,6 +20,7 @@ use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
+use super::sight::Seeing;
 use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
@@ -117,7 +118,11 @@ impl<'s, T: Element> State<'s, T> {
 pub(super) struct Room<'s, T> {
     /// `[rows][head_dim]`
     pub(super) queries: &'s mut [T],
-    /// Of a tile.
+    pub(super) rest: TileRoom<'s, T>,
+}
+
+/// What each tile needs.
+pub(super) struct TileRoom<'s, T> {
     pub(super) keys: &'s mut [T],
     pub(super) values: &'s mut [T],
     /// `[2][6][64]`
@@ -216,17 +221,14 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             return;
         }
         let Call { dims, rules, .. } = self.call;
-        let Room { queries, keys, values, scores, bias, relative, row_keys } = room;
+        let Room { queries, mut rest } = room;
         let queries = self.queries(queries);
         if let Some(dropout) = &rules.dropout {
-            self.fill_row_keys(dropout, row_keys);
+            self.fill_row_keys(dropout, rest.row_keys);
         }
         if let Some(from) = &rules.relative_keys {
-            self.relative_products(from, queries, [&mut *keys, &mut *scores], relative);
+            self.relative_products(from, queries, [&mut *rest.keys, &mut *rest.scores], rest.relative);
         }
-        let factor = split_scale(rules.scale).1;
-        let plain =
-            self.lines.is_some() == rules.bias.is_some() && rules.dropout.is_none() && rules.relative_keys.is_none();
         let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
         let mut after = after.map(|Rows { entry, kv_head, positions }| {
             let first = self.call.tiles(&rules.mask(entry), positions).start;
@@ -234,59 +236,75 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         });
         let whole = self.whole_tiles();
         for tile in tiles.clone() {
-            let range = keys_of(tile);
             let Rows { entry, kv_head, .. } = self.at;
-            let mut next = match tile + 1 < tiles.end {
+            let next = match tile + 1 < tiles.end {
                 true => Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }),
                 false => after.take(),
             };
-            let mut seeing = self.seeing(range.clone(), whole.contains(&tile));
-            let some = seeing.some.clone();
-            let groups = some.len().div_ceil(MAX_ROWS);
-            let (mut unpacked, mut packed) = (Some([&mut *keys, &mut *values]), None);
-            let mut row = some.start;
-            while row < some.end {
-                let run = self.run_of_all(&mut seeing, row, tile);
-                let rows = row..some.end.min(row + MAX_ROWS);
-                row = rows.end;
-                let all = row <= run;
-                let sight = if all { None } else { self.sight(rows.clone(), range.clone()) };
-                if !all && sight.is_none() {
+            let seeing = self.seeing(keys_of(tile), whole.contains(&tile));
+            self.tile(keys_of(tile), next, seeing, queries, state, &mut rest);
+        }
+    }
+
+    /// Meets the keys of one tile.
+    fn tile(
+        &self,
+        range: Range<usize>,
+        mut next: Option<Coming>,
+        mut seeing: Seeing,
+        queries: &[T],
+        state: &mut State<'_, T>,
+        room: &mut TileRoom<'_, T>,
+    ) {
+        let rules = self.call.rules;
+        let factor = split_scale(rules.scale).1;
+        let at_once =
+            self.lines.is_some() == rules.bias.is_some() && rules.dropout.is_none() && rules.relative_keys.is_none();
+        let some = seeing.some.clone();
+        let groups = some.len().div_ceil(MAX_ROWS);
+        let (mut unpacked, mut packed) = (Some([&mut *room.keys, &mut *room.values]), None);
+        let mut row = some.start;
+        while row < some.end {
+            let run = self.run_of_all(&mut seeing, row, range.start / KEYS);
+            let rows = row..some.end.min(row + MAX_ROWS);
+            row = rows.end;
+            let all = row <= run;
+            let sight = if all { None } else { self.sight(rows.clone(), range.clone()) };
+            if !all && sight.is_none() {
+                continue;
+            }
+            // Packed for the first that see any of it.
+            if let Some(room) = unpacked.take() {
+                packed = Some(self.unpack(range.clone(), next.take(), groups, room));
+            }
+            let Some(from) = packed else { continue };
+            let panels = sight.as_ref().map_or(0..KEYS / PANEL, |sight| sight.panels.clone());
+            let tile = self.key_tile(from, panels, (rows.start - some.start) / MAX_ROWS, groups);
+            if at_once && all {
+                let mut all = self.group(rows.start..run, queries, state, room.scores);
+                let bias = self.lines.map(|lines| lines.from(rows.start, range.start));
+                if self.kernels.attend_rows(&mut all, &tile, rules.softcap, bias, factor) {
+                    row = run;
                     continue;
                 }
-                let panels = sight.as_ref().map_or(0..KEYS / PANEL, |sight| sight.panels.clone());
-                if let Some(room) = unpacked.take() {
-                    packed = Some(self.unpack(range.clone(), next.take(), groups, room));
-                }
-                let Some(from) = packed else { continue };
-                let tile = self.key_tile(from, panels, (rows.start - some.start) / MAX_ROWS, groups);
-                if plain && all {
-                    let mut all = self.group(rows.start..run, queries, state, scores);
-                    let bias = self.lines.map(|lines| lines.from(rows.start, range.start));
-                    if self.kernels.attend_rows(&mut all, &tile, rules.softcap, bias, factor) {
-                        row = run;
-                        continue;
-                    }
-                }
-                let bias = self.bias_rows(rows.clone(), range.clone(), &mut *bias);
-                let mut group = self.group(rows.clone(), queries, state, scores);
-                let scoring = Scoring {
-                    visible: sight.as_ref().and_then(|sight| sight.bits.as_ref()).map(|bits| &bits[..]),
-                    bias,
-                    softcap: rules.softcap,
-                    factor,
-                    dropout: rules.dropout.as_ref().map(|dropout| Dropped {
-                        keys: &row_keys[rows.clone()],
-                        first: range.start,
-                        drops: dropout.drops,
-                    }),
-                };
-                self.kernels.scores(&mut group, &tile);
-                if let Some(from) = &rules.relative_keys {
-                    self.add_relative(from, rows.clone(), range.clone(), relative, group.p);
-                }
-                self.kernels.weigh(&mut group, &tile, &scoring);
             }
+            let mut group = self.group(rows.clone(), queries, state, room.scores);
+            self.kernels.scores(&mut group, &tile);
+            if let Some(from) = &rules.relative_keys {
+                self.add_relative(from, rows.clone(), range.clone(), room.relative, group.p);
+            }
+            let scoring = Scoring {
+                visible: sight.as_ref().and_then(|sight| sight.bits.as_ref()).map(|bits| &bits[..]),
+                bias: self.bias_rows(rows.clone(), range.clone(), room.bias),
+                softcap: rules.softcap,
+                factor,
+                dropout: rules.dropout.as_ref().map(|dropout| Dropped {
+                    keys: &room.row_keys[rows],
+                    first: range.start,
+                    drops: dropout.drops,
+                }),
+            };
+            self.kernels.weigh(&mut group, &tile, &scoring);
         }
     }
 

@@ -106,9 +106,9 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S:
                 lse: s.splat(*a.lse.add(row)),
                 delta: s.splat(*a.delta.add(row)),
             };
-            let key = keys::<S, MASKED, TOGETHER>(s, a, &powers, &numbers, first..end);
-            let key = keys::<S, MASKED, 2>(s, a, &powers, &numbers, key..end);
-            keys::<S, MASKED, 1>(s, a, &powers, &numbers, key..end);
+            let key = keys::<S, MASKED, TOGETHER>(s, a, powers, &numbers, first..end);
+            let key = keys::<S, MASKED, 2>(s, a, powers, &numbers, key..end);
+            keys::<S, MASKED, 1>(s, a, powers, &numbers, key..end);
             if !WHOLE {
                 let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
                 for key in (0..first).chain(end..KEYS).step_by(S::LANES) {

@@ -142,11 +142,21 @@ impl<T: Real> Kernels<T> {
 #[cfg(test)]
 mod tests {
     use crate::kernels::testing::{Numbers, at_every_level, nans};
-    use crate::kernels::{Finite, Group, KEYS, Kernels, KeyTile, MAX_ROWS, Next, Operand, PANEL, Real, Scoring};
+    use crate::kernels::{Finite, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Next, Operand, PANEL, Real, Scoring};
 
     /// `m`, `l` and `o` after two tiles, all rows at once or group by group.
-    fn run<T: Real>(kernels: &Kernels<T>, rows: usize, head_dim: usize, width: usize, at_once: bool) -> [Vec<T>; 3] {
+    fn run<T: Real>(
+        kernels: &Kernels<T>,
+        [rows, head_dim, width]: [usize; 3],
+        biased: bool,
+        at_once: bool,
+    ) -> [Vec<T>; 3] {
         let mut numbers = Numbers::new((rows * 1000 + head_dim + width) as u64);
+        // Some keys are hidden by it, from the first row all.
+        let mut biases = numbers.vec::<T>(5 + rows * (KEYS + 3));
+        biases.iter_mut().step_by(11).for_each(|bias| *bias = T::neg_infinity());
+        biases[5..5 + KEYS].fill(T::neg_infinity());
+        let bias = biased.then(|| Lines::new(&biases, 5, KEYS + 3));
         let q = numbers.vec::<T>(rows * head_dim);
         let (mut m, mut l, mut o) =
             (vec![T::neg_infinity(); rows], vec![T::zero(); rows * PANEL], vec![T::zero(); rows * width]);
@@ -172,9 +182,10 @@ mod tests {
                     p: &mut p,
                 };
                 if at_once {
-                    assert!(kernels.attend_rows(&mut group, &tile, softcap, None, factor));
+                    assert!(kernels.attend_rows(&mut group, &tile, softcap, bias, factor));
                 } else {
-                    let scoring = Scoring { visible: None, bias: None, softcap, factor, dropout: None };
+                    let bias = bias.map(|bias| bias.group(first..first + group.rows, 0..KEYS));
+                    let scoring = Scoring { visible: None, bias, softcap, factor, dropout: None };
                     kernels.attend(&mut group, &tile, &scoring);
                 }
             }
@@ -187,9 +198,14 @@ mod tests {
         fn check<T: Real>(kernels: &Kernels<T>) {
             for rows in [1, 2, 4, 5, 6, 7, 11, 12, 13, 32] {
                 for (head_dim, width) in [(1, 16), (64, 64), (80, 128), (3, 48)] {
-                    let [at_once, groups] = [true, false].map(|at_once| run(kernels, rows, head_dim, width, at_once));
-                    assert_eq!(at_once, groups, "{rows} rows, {head_dim} and {width} columns");
-                    assert!(at_once.iter().flatten().all(|x| x.is_finite()));
+                    for biased in [false, true] {
+                        let [at_once, groups] =
+                            [true, false].map(|at_once| run(kernels, [rows, head_dim, width], biased, at_once));
+                        assert_eq!(at_once, groups, "{rows} rows, {head_dim} and {width} columns, biased: {biased}");
+                        let [m, rest @ ..] = at_once;
+                        assert!(m[usize::from(biased)..].iter().chain(rest.iter().flatten()).all(|x| x.is_finite()));
+                        assert_eq!(m[0].is_finite(), !biased, "all keys of the first row are hidden");
+                    }
                 }
             }
         }

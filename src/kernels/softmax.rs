@@ -132,9 +132,9 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
             compiler_fence(Ordering::AcqRel);
             let l = a.l.add(row * PANEL);
             let sum = s.load(l);
-            let (key, sum) = to_powers::<S, TOGETHER>(s, &powers, p, first..end, reference, sum);
-            let (key, sum) = to_powers::<S, 2>(s, &powers, p, key..end, reference, sum);
-            let (_, sum) = to_powers::<S, 1>(s, &powers, p, key..end, reference, sum);
+            let (key, sum) = to_powers::<S, TOGETHER>(s, powers, p, first..end, reference, sum);
+            let (key, sum) = to_powers::<S, 2>(s, powers, p, key..end, reference, sum);
+            let (_, sum) = to_powers::<S, 1>(s, powers, p, key..end, reference, sum);
             s.store(l, sum);
         }
     }
