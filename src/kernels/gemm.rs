@@ -423,6 +423,19 @@ mod tests {
     }
 
     #[test]
+    fn rows_that_are_pages_apart() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            let (depth, columns) = (DEPTH + 2, NARROW + 1);
+            let mut numbers = Numbers::new(8);
+            let (wide, w) = (numbers.matrix::<T>(14, PAGE), numbers.matrix(depth, columns));
+            for rows in [4, 5, 13, 14] {
+                verify(kernels, wide.slice(s![..rows, 3..3 + depth]), w.view(), None);
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
     fn blocks_wider_than_a_strip() {
         fn check<T: Real>(kernels: &Kernels<T>) {
             let (depth, columns) = (DEPTH + 2, 2 * STRIP + 20);

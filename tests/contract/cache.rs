@@ -7,7 +7,7 @@ use common::{Seeded, assert_bits, typed, widened};
 use multihead::attention::{self, NewTokens};
 #[cfg(feature = "half")]
 use multihead::half;
-use multihead::ndarray::{Array4, Axis, s};
+use multihead::ndarray::{Array2, Array4, Axis, s};
 use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage};
 
 const SHAPE: CacheShape = CacheShape { batch: 2, num_kv_heads: 2, capacity: 200, head_dim: 5, value_dim: 3 };
@@ -155,6 +155,44 @@ fn unused_slots_never_matter() {
     unused::<half::f16>();
     #[cfg(feature = "half")]
     unused::<half::bf16>();
+}
+
+/// Values that are not finite, wherever in a row of which storage, do not reach the queries that they are hidden from.
+fn hidden<S: Storage>() {
+    let (n, hidden) = (80, [3, 70]);
+    let keep = Array2::from_shape_fn((2, n), |(_, j)| !hidden.contains(&j));
+    let answer = |bad: f64, column: usize| {
+        let (k, mut v) = tokens(1, n);
+        for j in hidden {
+            v[[1, 0, j, column]] = bad;
+        }
+        let mut cache = KvCache::<S>::new(SHAPE).unwrap();
+        // One token alone, and the others in pieces that end within a page.
+        for piece in [0..1, 1..7, 7..71, 71..n] {
+            let at = s![.., .., piece, ..];
+            cache.append(&typed(&k.slice(at).to_owned()), &typed(&v.slice(at).to_owned())).unwrap();
+        }
+        let q: Array4<f64> = Seeded(5).array((2, 4, 2, 5));
+        let mask = Mask::keep_keys(&keep).unwrap();
+        widened(&attention::decode(&typed(&q), &cache, &Options::new().mask(&mask)).unwrap().context)
+    };
+    let want = answer(1.0, 0);
+    assert!(want.iter().all(|x| x.is_finite()));
+    for bad in [f64::NAN, f64::INFINITY] {
+        for column in 0..3 {
+            assert_bits(&format!("{bad} in column {column}"), &answer(bad, column), &want);
+        }
+    }
+}
+
+#[test]
+fn hidden_values_never_matter() {
+    hidden::<f64>();
+    hidden::<f32>();
+    #[cfg(feature = "half")]
+    hidden::<half::f16>();
+    #[cfg(feature = "half")]
+    hidden::<half::bf16>();
 }
 
 #[test]

@@ -5,7 +5,7 @@ use crate::common;
 
 use common::core::Core;
 use common::{Answer, Call, Keep, Precision, ROUNDING, Run, Seeded, Way, Within, assert_bits, flat, is_near};
-use multihead::ndarray::{Array1, Array2, Array4, Axis};
+use multihead::ndarray::{Array1, Array2, Array4, Axis, s};
 use multihead::{HeadMap, Level, Mask, Path};
 use std::time::Instant;
 
@@ -279,6 +279,32 @@ fn the_first_tiles_are_all_hidden() {
     let bias = hidden_first(first).map(|&seen| if seen { 0.25 } else { f64::NEG_INFINITY });
     let right = check("bias", &nan_before(core([q_len, kv_len], [16, 18]).bias(bias)), &[None, Some(1)], ROUNDING);
     assert!(right.out.iter().all(|x| x.is_finite()), "bias");
+}
+
+/// The rows of such a head read their biases where they are, whatever axes the bias has; -inf hides what is not finite.
+#[test]
+fn a_bias_where_no_heads_share_keys() {
+    let (heads, q_len, kv_len) = (2, 40, 150);
+    let mut draws = Seeded(62);
+    for axes in 0..8 {
+        let long = |axis: usize, len: usize| if axes >> axis & 1 == 1 { len } else { 1 };
+        let mut bias: Array4<f64> = draws.array((long(0, BATCH), long(1, heads), long(2, q_len), kv_len));
+        for ((_, _, i, j), bias) in bias.indexed_iter_mut() {
+            if (i + j) % 11 == 3 || (70..80).contains(&j) {
+                *bias = f64::NEG_INFINITY;
+            }
+        }
+        let (q, k) = (draws.array((BATCH, heads, q_len, 16)), draws.array((BATCH, heads, kv_len, 16)));
+        let v: Array4<f64> = draws.array((BATCH, heads, kv_len, 18));
+        for bad in [0.5, f64::NAN, f64::INFINITY] {
+            let mut core = Core::new(q.clone(), k.clone(), v.clone()).bias(bias.clone());
+            core.k.slice_mut(s![.., .., 73, ..]).fill(bad);
+            core.v.slice_mut(s![.., 0, 77, 3]).fill(bad);
+            let what = format!("axes {axes:03b}, {bad}");
+            let right = check(&what, &core, &[None, Some(7)], ROUNDING);
+            assert!(right.out.iter().all(|x| x.is_finite()), "{what}");
+        }
+    }
 }
 
 #[test]
