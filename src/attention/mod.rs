@@ -18,7 +18,7 @@
 //! | path | file | what it is |
 //! | --- | --- | --- |
 //! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
-//! | [`Path::Tiled`] | `forward.rs`, `walk.rs` | tiles of keys with online softmax, no scores in memory |
+//! | [`Path::Tiled`] | `forward.rs`, `walk.rs`, `sight.rs` | tiles of keys with online softmax, no scores in memory |
 //! | the same | `split.rs` | the same, keys cut into chunks: few queries, many keys |
 //! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
 //!

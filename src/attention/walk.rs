@@ -4,7 +4,7 @@
 //! q <- sign(scale) * Q                                                 [rows][head_dim], heads of the group interleaved
 //! for each tile of 64 keys that the rows can see:
 //!     keys, values <- packed K, V                                      once for all rows of the item
-//!     for each group of 6 rows that can see the tile:
+//!     for each group of 6 rows that can see the tile:                  `sight.rs`; those that see all of it at once
 //!         p <- q keys^T; |scale|, softcap, bias, mask; online softmax; dropout
 //!         context <- context + p values
 //! context <- context / sum; lse <- |scale| * m + ln(sum)     (m + ln(sum) with softcap or bias)

@@ -1,4 +1,5 @@
-//! Many rows meet a tile of keys that all of them see: the common case, without a word that is not needed.
+//! Many rows meet a tile of keys that all of them see, or that a bias hides: the common case, without a word that is not
+//! needed.
 //!
 //! ```text
 //! for each group of 6 rows, and one more:
