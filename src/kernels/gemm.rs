@@ -7,10 +7,10 @@
 //! The caller cuts `y` into blocks, by rows and columns as it likes, and may hand them to threads. The sum over `t` runs
 //! in one order for every element, so the cut changes no bit of the result.
 //!
-//! * Many rows: for each `DEPTH` terms of the sum, the columns of `w` are packed to panels (128 KiB in `f32` for 256 columns: they stay in the second-level cache,
-//!   which feeds the multipliers as well as the first), and every group of 6 rows of `x` meets them. A `w` that is stored transposed is packed by transposing, at
-//!   about the same cost. Packing takes the time of reading `w` and is worth it from a few rows on; the more rows a block
-//!   has, the less of it is left.
+//! * Many rows: for each `DEPTH` terms of the sum, the columns of `w` are packed to panels (128 KiB in `f32` for 256 columns:
+//!   they stay in the second-level cache, which feeds the multipliers as well as the first), and every group of 6 rows of `x`
+//!   meets them. A `w` that is stored transposed is packed by transposing, at about the same cost. Packing takes the time of
+//!   reading `w` and is worth it from a few rows on; the more rows a block has, the less of it is left.
 //! * Few rows: copying would cost more than it saves, and the time is that of reading `w`. It is read once, where it is,
 //!   a few whole rows at a time. How many rows are few depends on the level: with registers of four cache lines it pays
 //!   up to 12 rows; with AVX2 (Zen 3, 1024 x 1024) 4 rows take 0.38 ms so and 0.25 ms packed, 1 row 0.14 and 0.18 ms.
@@ -20,7 +20,8 @@
 //! a layer of 4 to 16 tokens, and 4 to 9 % for 512 to 1024 (Zen 3, d_model 1024 and 512). This table is of such strips:
 //!
 //! One thread, f32, GFLOP/s (lower quartile of interleaved times, each line from the quietest of three runs), on a shared
-//! Emerald Rapids core with a peak of 179; blocks of 256 x 512; `wᵀ` is stored `[out, in]`. The time of the last two lines is that of reading `w`.
+//! Emerald Rapids core with a peak of 179; blocks of 256 x 512; `wᵀ` is stored `[out, in]`. The time of the last two lines is
+//! that of reading `w`.
 //!
 //! | rows x in x out | here, w | here, wᵀ | gemm 0.19 x86-v4, w | wᵀ | matrixmultiply 0.3.11 avx512, w | wᵀ |
 //! | --- | --- | --- | --- | --- | --- | --- |

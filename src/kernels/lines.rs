@@ -26,7 +26,7 @@ impl<'a, T> Lines<'a, T> {
 
     /// The slice that holds the first `width` numbers of `rows > 0` rows and begins with the first of them, and how far apart
     /// they are.
-    pub(super) fn extent(self, rows: usize, width: usize) -> (&'a [T], usize) {
+    pub(crate) fn extent(self, rows: usize, width: usize) -> (&'a [T], usize) {
         (&self.numbers[self.first..][..(rows - 1) * self.apart + width], self.apart)
     }
 

@@ -191,7 +191,7 @@ impl<T: Copy> Kernels<T> {
         unsafe { (self.normalise)(rule, input, rows) }
     }
 
-    /// Divides each number by `d`.
+    /// `to = x / d`, as far as both slices reach.
     pub(crate) fn divide(&self, x: &[T], to: &mut [T], d: T) {
         let n = x.len().min(to.len());
         // SAFETY: both slices have n elements, and one of them is borrowed exclusively.

@@ -12,6 +12,18 @@ use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage};
 
 const SHAPE: CacheShape = CacheShape { batch: 2, num_kv_heads: 2, capacity: 200, head_dim: 5, value_dim: 3 };
 
+/// Runs a check that is generic over what a cache keeps its numbers in.
+macro_rules! every_storage {
+    ($check:ident) => {
+        $check::<f64>();
+        $check::<f32>();
+        #[cfg(feature = "half")]
+        $check::<half::f16>();
+        #[cfg(feature = "half")]
+        $check::<half::bf16>();
+    };
+}
+
 /// Keys and values of the first `n` tokens of a sequence.
 fn tokens(seed: u64, n: usize) -> (Array4<f64>, Array4<f64>) {
     let mut draws = Seeded(seed);
@@ -149,12 +161,7 @@ fn unused<S: Storage>() {
 
 #[test]
 fn unused_slots_never_matter() {
-    unused::<f64>();
-    unused::<f32>();
-    #[cfg(feature = "half")]
-    unused::<half::f16>();
-    #[cfg(feature = "half")]
-    unused::<half::bf16>();
+    every_storage!(unused);
 }
 
 /// Values that are not finite, wherever in a row of which storage, do not reach the queries that they are hidden from.
@@ -187,12 +194,7 @@ fn hidden<S: Storage>() {
 
 #[test]
 fn hidden_values_never_matter() {
-    hidden::<f64>();
-    hidden::<f32>();
-    #[cfg(feature = "half")]
-    hidden::<half::f16>();
-    #[cfg(feature = "half")]
-    hidden::<half::bf16>();
+    every_storage!(hidden);
 }
 
 #[test]

@@ -60,10 +60,8 @@ impl<'a, T: Element> Dense<'a, T> {
     }
 
     /// The keys of a query, if they are neighbours in memory.
-    pub(super) fn row(&self, [entry, head, i]: [usize; 3]) -> Option<&'a [T]> {
-        let [_, heads, rows, keys] = self.shape;
-        let row = (self.at(0, entry) * heads + self.at(1, head)) * rows + self.at(2, i);
-        self.slice.filter(|_| keys > 1).map(|slice| &slice[row * keys..][..keys])
+    pub(super) fn row(&self, index: [usize; 3]) -> Option<&'a [T]> {
+        self.lines(index).map(|lines| lines.extent(1, self.shape[3]).0)
     }
 }
 
