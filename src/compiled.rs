@@ -4,14 +4,14 @@
 //! type parameter, so the paths and kernels below them are part of this crate's own object code: programs that use the
 //! crate compile in the time that their own code takes.
 
-use ndarray::ArrayRef4;
+use ndarray::{ArrayRef4, ArrayView2};
 
 use crate::attention::{self, Dims, GradientsMut, NewTokens, Options, Outputs, Saved, Workspace};
 use crate::block::{self, Activation, Part};
 use crate::cache::Slots;
 use crate::error::Result;
 use crate::inspect::{self, HeadStatistics, Tokens};
-use crate::kernels::{Level, NormInput, Real};
+use crate::kernels::{Level, NormInput, Prepacked, Real};
 use crate::linear::{self, Projected, Terms, WeightGradient};
 use crate::norm::RowNorm;
 use crate::parallel;
@@ -86,6 +86,9 @@ pub(crate) trait Compiled: Real {
 
     /// What each head does.
     fn head_statistics(of: inspect::Attention<'_, '_, Self>, tokens: &Tokens<'_>) -> Result<HeadStatistics>;
+
+    /// Packs weights `[in, out]` for projections; `None` if there is no memory for that.
+    fn prepack(w: ArrayView2<'_, Self>) -> Option<Prepacked<Self>>;
 
     /// Projections, together.
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
@@ -214,6 +217,10 @@ macro_rules! compiled {
 
             fn head_statistics(of: inspect::Attention<'_, '_, Self>, tokens: &Tokens<'_>) -> Result<HeadStatistics> {
                 inspect::head_statistics(of, tokens)
+            }
+
+            fn prepack(w: ArrayView2<'_, Self>) -> Option<Prepacked<Self>> {
+                Prepacked::new(w)
             }
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {

@@ -28,6 +28,7 @@
 //! | which KV head a query head reads | [`HeadMap`] |
 //! | positions of tokens | [`Builder::rope`] (with [`Builder::qk_norm`]), [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
 //! | token by token, with a cache | [`MultiHeadAttention::decode`] with a [`KvCache`], [`attention::extend`], [`attention::decode`] |
+//! | many calls with the same weights | [`MultiHeadAttention::prepack`], [`block::Stack::prepack`] |
 //! | no allocation from call to call | the `*_into` functions with a [`Workspace`] |
 //! | what a call costs | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
 //! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |
@@ -83,6 +84,7 @@ mod mha;
 mod norm;
 mod parallel;
 pub mod position;
+mod prepack;
 
 pub use attention::{Attended, Gradients, Options, Path, Saved, Workspace};
 pub use cache::{CacheShape, KvCache, Storage};

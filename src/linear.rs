@@ -15,7 +15,7 @@ use ndarray::{Array1, ArrayRef0, ArrayView1, ArrayView2, ArrayView3, ArrayViewMu
 
 use crate::block::Activation;
 use crate::element::Element;
-use crate::kernels::{Blocks, Kernels, Linear, Start, block_scratch, reserve};
+use crate::kernels::{Blocks, Factor, Kernels, Linear, Start, block_scratch, reserve};
 use crate::parallel;
 
 /// One projection, `y (+)= x w + bias`.
@@ -23,7 +23,7 @@ pub(crate) struct Projected<'a, T> {
     /// `[batch, len, in]`
     pub(crate) x: ArrayView3<'a, T>,
     /// `[in, out]`
-    pub(crate) w: ArrayView2<'a, T>,
+    pub(crate) w: Factor<'a, T>,
     /// `[out]`
     pub(crate) bias: Option<ArrayView1<'a, T>>,
     /// `[batch, len, out]`
@@ -38,11 +38,11 @@ impl<'a, T> Projected<'a, T> {
     /// `y = x w + bias`
     pub(crate) fn new(
         x: ArrayView3<'a, T>,
-        w: ArrayView2<'a, T>,
+        w: impl Into<Factor<'a, T>>,
         bias: Option<&'a Array1<T>>,
         y: ArrayViewMut3<'a, T>,
     ) -> Self {
-        Self { x, w, bias: bias.map(|bias| bias.view()), y, start: Start::Zero, then: None }
+        Self { x, w: w.into(), bias: bias.map(|bias| bias.view()), y, start: Start::Zero, then: None }
     }
 
     /// `y = f(x w + bias)`
@@ -158,7 +158,7 @@ pub(crate) fn weight_gradients<T: Element>(
     if gradients.iter().flatten().all(whole) {
         let products = gradients.map(|gradient| {
             let WeightGradient { x, d_y, d_w, start } = gradient?;
-            let linear = Linear { x: flatten(x)?.reversed_axes(), w: flatten(d_y)?, bias: None, start };
+            let linear = Linear { x: flatten(x)?.reversed_axes(), w: flatten(d_y)?.into(), bias: None, start };
             Some(Product { linear, y: d_w, then: None })
         });
         return deal(kernels, products, scratch);
@@ -173,7 +173,7 @@ pub(crate) fn weight_gradients<T: Element>(
                 let end = terms.next_hidden(entry * len, x, d_y, token);
                 let tokens = token..end.unwrap_or(x.nrows());
                 let x = x.slice(s![tokens.clone(), ..]).reversed_axes();
-                let linear = Linear { x, w: d_y.slice(s![tokens, ..]), bias: None, start: *start };
+                let linear = Linear { x, w: d_y.slice(s![tokens, ..]).into(), bias: None, start: *start };
                 deal(kernels, [Some(Product { linear, y: d_w.view_mut(), then: None }), None, None], scratch);
                 *start = Start::Add;
                 match end {
@@ -186,13 +186,13 @@ pub(crate) fn weight_gradients<T: Element>(
 }
 
 /// A product, the matrix that it fills or is added to, and what becomes of that.
-struct Product<'a, T> {
+struct Product<'a, 'y, T> {
     linear: Linear<'a, T>,
-    y: ArrayViewMut2<'a, T>,
+    y: ArrayViewMut2<'y, T>,
     then: Option<Activation>,
 }
 
-fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
+fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, '_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
     let mut work = 0.0;
     let mut items = 0;
     let mut room = 0;
@@ -203,9 +203,10 @@ fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, T>>; 3],
     let rows = if enough { most } else { fewer };
     let jobs = products.map(|product| {
         let Product { linear, y, then } = product?;
-        work += 2.0 * linear.x.len() as f64 * linear.w.ncols() as f64 + FLOP_PER_WEIGHT * linear.w.len() as f64;
+        let terms = linear.w.dim().0;
+        work += (2.0 * linear.x.nrows() as f64 + FLOP_PER_WEIGHT) * terms as f64 * y.ncols() as f64;
         let columns = columns(&y);
-        room = room.max(block_scratch(&y, rows, columns, linear.w.nrows()));
+        room = room.max(block_scratch(&y, rows, columns, terms));
         let blocks = Blocks::new(y, rows, columns);
         items += blocks.len();
         Some((linear, blocks, then))

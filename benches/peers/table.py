@@ -15,7 +15,7 @@ FAMILIES = {"torch": ("torch",), "ort": ("ort",), "candle": ("candle",),
             "rust": ("candle", "burn", "rten", "tract")}
 
 # Keys that only our instrument understands.
-OUR_KEYS = ("level", "path", "query_tile")
+OUR_KEYS = ("level", "path", "query_tile", "prepacked")
 
 # Checksums may differ by this share of the sum of magnitudes. A peer that computes in 16 bits rounds queries,
 # probabilities and results to 8 bits of fraction, each by up to 0.4 %, where we keep 24.
@@ -84,6 +84,10 @@ def forward_rows():
         row("layer b1 n2048 d_model 512 h8", layer(2048, 512, 8), fraction=0.72, torch=2.0, rust=8),
         row("layer b1 n16 d_model 1024 h16", layer(16, 1024, 16), torch=1.5, rust=3),
         row("layer b1 n1 d_model 1024 h16", layer(1, 1024, 16), torch=1.5, rust=3),
+        row("layer b1 n512 d_model 512 h8, prepacked", layer(512, 512, 8, prepacked=True),
+            fraction=0.70, torch=1.15, rust=5),
+        row("layer b1 n16 d_model 1024 h16, prepacked", layer(16, 1024, 16, prepacked=True), torch=1.5, rust=3),
+        row("layer b1 n1 d_model 1024 h16, prepacked", layer(1, 1024, 16, prepacked=True), torch=1.5, rust=3),
         row("attention b1 h8 n2048 d64, level avx2", attention(8, 2048, 64, level="avx2"),
             ours_only=True, fraction=0.70),
     ]

@@ -36,11 +36,13 @@ impl Bert {
         let blocks = (0..file.size("num_hidden_layers")?).map(block).collect::<Result<_, _>>()?;
         let kinds: Array2<f32> = file.tensor("embeddings.token_type_embeddings.weight")?;
         let positions: Array2<f32> = file.tensor("embeddings.position_embeddings.weight")?;
+        let mut encoder = Stack::new(blocks, None)?;
+        encoder.prepack()?;
         Ok(Self {
             words: file.tensor("embeddings.word_embeddings.weight")?,
             positions: positions + kinds.row(0),
             norm: file.layer_norm("embeddings.LayerNorm", eps)?,
-            encoder: Stack::new(blocks, None)?,
+            encoder,
         })
     }
 

@@ -41,10 +41,12 @@ impl Gpt2 {
             Ok(Block::new(attention, FeedForward::new(weights, activation)?, norms)?)
         };
         let blocks = (0..file.size("n_layer")?).map(block).collect::<Result<_, _>>()?;
+        let mut decoder = Stack::new(blocks, Some(file.layer_norm(&format!("{root}ln_f"), eps)?))?;
+        decoder.prepack()?;
         Ok(Self {
             words: file.tensor(&format!("{root}wte.weight"))?,
             positions: file.tensor(&format!("{root}wpe.weight"))?,
-            decoder: Stack::new(blocks, Some(file.layer_norm(&format!("{root}ln_f"), eps)?))?,
+            decoder,
         })
     }
 

@@ -43,7 +43,8 @@ impl Llama {
             Some(_) if window => Mask::causal() & Mask::last_n(file.size("sliding_window")?),
             _ => Mask::causal(),
         };
-        let decoder = Stack::new(blocks, Some(file.rms_norm("model.norm", eps)?))?;
+        let mut decoder = Stack::new(blocks, Some(file.rms_norm("model.norm", eps)?))?;
+        decoder.prepack()?;
         Ok(Self { words, decoder, head, mask })
     }
 

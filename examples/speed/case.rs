@@ -40,6 +40,9 @@ pub(crate) struct Case {
     pub(crate) level: Option<String>,
     pub(crate) path: Option<String>,
     pub(crate) query_tile: Option<usize>,
+    /// Whether a layer's weights are packed before the first run.
+    #[serde(default)]
+    pub(crate) prepacked: bool,
     pub(crate) mask: Option<MaskCase>,
     #[serde(default)]
     pub(crate) bias: bool,

@@ -83,8 +83,12 @@ impl<T: Element> Layer<T> {
         let mask = mask(case, len, len)?;
         let projections = 2.0 * (batch * len) as f64 * (2 * d_model * (heads + kv_heads) * head_dim) as f64;
         let pairs = pairs(&mask, batch, len, len)?;
+        let mut layer = MultiHeadAttention::builder(d_model, heads).num_kv_heads(kv_heads).from_weights(weights)?;
+        if case.prepacked {
+            layer.prepack()?;
+        }
         Ok(Self {
-            layer: MultiHeadAttention::builder(d_model, heads).num_kv_heads(kv_heads).from_weights(weights)?,
+            layer,
             x: array::<T, Ix3>((batch, len, d_model), 4, 1.0)?,
             mask,
             settings: Settings::new(case)?,

@@ -31,6 +31,9 @@ pub(crate) const TABLE: &[(&str, &str)] = &[
     ("layer b1 n2048 d_model 512 h8", r#""op":"layer","len":2048,"d_model":512,"heads":8"#),
     ("layer b1 n16 d_model 1024 h16", r#""op":"layer","len":16,"d_model":1024,"heads":16"#),
     ("layer b1 n1 d_model 1024 h16", r#""op":"layer","len":1,"d_model":1024,"heads":16"#),
+    ("layer b1 n512 d_model 512 h8, prepacked", r#""op":"layer","len":512,"d_model":512,"heads":8,"prepacked":true"#),
+    ("layer b1 n16 d_model 1024 h16, prepacked", r#""op":"layer","len":16,"d_model":1024,"heads":16,"prepacked":true"#),
+    ("layer b1 n1 d_model 1024 h16, prepacked", r#""op":"layer","len":1,"d_model":1024,"heads":16,"prepacked":true"#),
     ("attention b1 h8 n2048 d64, level avx2", r#""op":"attention","heads":8,"len":2048,"head_dim":64,"level":"avx2""#),
     (
         "attention b1 h8 n2048 d64, level portable",

@@ -22,6 +22,7 @@ use crate::error::{Result, check_shape};
 use crate::kernels::{Level, Start};
 use crate::linear::{Projected, Terms, WeightGradient};
 use crate::mha::Sequence;
+use crate::prepack::{Matrices, Packable};
 
 /// The weights of a [`FeedForward`], stored `[in, out]`, or their gradients.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,6 +44,13 @@ pub struct FeedForwardWeights<T> {
     pub w_out: Array2<T>,
     /// `[d_model]`
     pub b_out: Option<Array1<T>>,
+}
+
+impl<T: Element> Matrices<T> for FeedForwardWeights<T> {
+    fn matrices(&self) -> impl Iterator<Item = (&'static str, &Array2<T>)> {
+        let gate = self.w_gate.as_ref().map(|w| ("w_gate", w));
+        [("w_in", &self.w_in), ("w_out", &self.w_out)].into_iter().chain(gate)
+    }
 }
 
 impl<T: Element> FeedForwardWeights<T> {
@@ -155,7 +163,7 @@ impl<T: Element> FeedForwardWeights<T> {
 #[doc(alias = "SwiGLU")]
 #[derive(Debug, Clone, PartialEq)]
 pub struct FeedForward<T> {
-    weights: FeedForwardWeights<T>,
+    weights: Packable<FeedForwardWeights<T>, T>,
     activation: Activation,
 }
 
@@ -208,7 +216,7 @@ impl<T: Element> FeedForward<T> {
     /// ```
     pub fn new(weights: FeedForwardWeights<T>, activation: Activation) -> Result<Self> {
         weights.check()?;
-        Ok(Self { weights, activation })
+        Ok(Self { weights: Packable::new(weights), activation })
     }
 
     /// All weights and biases.
@@ -225,7 +233,7 @@ impl<T: Element> FeedForward<T> {
     }
 
     pub(super) fn weights_mut(&mut self) -> &mut FeedForwardWeights<T> {
-        &mut self.weights
+        self.weights.edit()
     }
 
     /// Replaces all weights and biases.
@@ -244,8 +252,39 @@ impl<T: Element> FeedForward<T> {
     /// As [`FeedForward::new`]; the block is unchanged then.
     pub fn set_weights(&mut self, weights: FeedForwardWeights<T>) -> Result<()> {
         weights.check()?;
-        self.weights = weights;
+        *self.weights.edit() = weights;
         Ok(())
+    }
+
+    /// Copies the matrices into the order in which products read them, for many calls with the same weights; what that
+    /// costs and gives is said at [`MultiHeadAttention::prepack`](crate::MultiHeadAttention::prepack). Changing the
+    /// weights drops the copy.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::Array2};
+    /// # let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// let mut block = FeedForward::new(weights, Activation::Relu)?;
+    /// block.prepack()?;
+    /// assert!(block.is_prepacked());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::TooLarge`] if there is no memory for the copy; the block works without it then.
+    pub fn prepack(&mut self) -> Result<()> {
+        self.weights.prepack()
+    }
+
+    /// Whether [`FeedForward::prepack`] was called since the weights were changed.
+    ///
+    /// ```
+    /// # use multihead::{block::{Activation, FeedForward, FeedForwardWeights}, ndarray::Array2};
+    /// # let weights = FeedForwardWeights::<f32>::new(Array2::ones((8, 32)), Array2::ones((32, 8)));
+    /// assert!(!FeedForward::new(weights, Activation::Relu)?.is_prepacked());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn is_prepacked(&self) -> bool {
+        self.weights.is_prepacked()
     }
 
     /// The width of a token.
@@ -317,7 +356,7 @@ impl<T: Element> FeedForward<T> {
         d_weights: &mut FeedForwardWeights<T>,
         room: &mut Room<T>,
     ) -> Result<()> {
-        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, .. } = &self.weights;
+        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, .. } = &*self.weights;
         let (batch, len, _) = x.dim();
         let shape = (batch, len, w_in.ncols());
         let array = |memory: &mut Vec<T>| reused("hidden", "[batch, len, width]", shape, std::mem::take(memory));
@@ -327,8 +366,8 @@ impl<T: Element> FeedForward<T> {
             Some(_) => Some(array(back_gate)?),
             None => None,
         };
-        let into_h = Projected::new(x, w_in.view(), b_in.as_ref(), h.view_mut());
-        let into_g = w_gate.as_ref().map(|w| Projected::new(x, w.view(), b_gate.as_ref(), g.view_mut()));
+        let into_h = Projected::new(x, self.weights.factor(w_in), b_in.as_ref(), h.view_mut());
+        let into_g = w_gate.as_ref().map(|w| Projected::new(x, self.weights.factor(w), b_gate.as_ref(), g.view_mut()));
         // That of a so far.
         let into_d_h = Projected::new(d_y, w_out.t(), None, d_h.view_mut());
         T::project(Level::best(), [Some(into_h), into_g, Some(into_d_h)], scratch);
@@ -403,7 +442,7 @@ impl<T: Element> FeedForward<T> {
     }
 
     fn run_part(&self, x: ArrayView3<'_, T>, y: ArrayViewMut3<'_, T>, room: &mut Room<T>) -> Result<()> {
-        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, b_out } = &self.weights;
+        let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, b_out } = &*self.weights;
         let (batch, len, _) = x.dim();
         let shape = (batch, len, w_in.ncols());
         let hidden = |memory: &mut Vec<T>| reused("hidden", "[batch, len, width]", shape, std::mem::take(memory));
@@ -412,12 +451,13 @@ impl<T: Element> FeedForward<T> {
             Some(_) => Some(hidden(&mut room.gate)?),
             None => None,
         };
-        let into_h = Projected::new(x, w_in.view(), b_in.as_ref(), h.view_mut());
+        let into_h = Projected::new(x, self.weights.factor(w_in), b_in.as_ref(), h.view_mut());
         let activation = self.activation;
         match w_gate.as_ref().zip(g.as_mut()) {
             None => T::project(Level::best(), [Some(into_h.then(activation)), None, None], &mut room.scratch),
             Some((w_gate, g)) => {
-                let into_g = Projected::new(x, w_gate.view(), b_gate.as_ref(), g.view_mut()).then(activation);
+                let into_g =
+                    Projected::new(x, self.weights.factor(w_gate), b_gate.as_ref(), g.view_mut()).then(activation);
                 T::project(Level::best(), [Some(into_h), Some(into_g), None], &mut room.scratch);
                 // Both have just been made and lie in one piece.
                 if let (Some(h), Some(g)) = (h.as_slice_mut(), g.as_slice()) {
@@ -425,7 +465,7 @@ impl<T: Element> FeedForward<T> {
                 }
             }
         }
-        let back = Projected::new(h.view(), w_out.view(), b_out.as_ref(), y);
+        let back = Projected::new(h.view(), self.weights.factor(w_out), b_out.as_ref(), y);
         T::project(Level::best(), [Some(back), None, None], &mut room.scratch);
         room.hidden = h.into_raw_vec_and_offset().0;
         room.gate = g.map(|g| g.into_raw_vec_and_offset().0).unwrap_or_default();

@@ -169,6 +169,33 @@ impl<T: Element> Block<T> {
         Ok(self)
     }
 
+    /// Copies all matrices into the order in which products read them, for many calls with the same weights; what that
+    /// costs and gives is said at [`MultiHeadAttention::prepack`]. Changing the weights drops the copies.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// # use multihead::{ndarray::{Array1, Array2}, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norm = || Norm::rms(Array1::ones(16), 1e-6);
+    /// # let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
+    /// let mut block = Block::new(attention, feed_forward, norms)?;
+    /// block.prepack()?;
+    /// assert!(block.attention().is_prepacked() && block.feed_forward().is_prepacked());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if there is no memory for a copy; the block works without it then.
+    pub fn prepack(&mut self) -> Result<()> {
+        self.attention.prepack()?;
+        if let Some((cross, _)) = &mut self.cross {
+            cross.prepack()?;
+        }
+        self.feed_forward.prepack()
+    }
+
     /// The width of a token.
     ///
     /// ```

@@ -74,6 +74,29 @@ impl<T: Element> Stack<T> {
         Ok(Self { blocks, norm })
     }
 
+    /// [`Block::prepack`] for each block: for a model that is not trained any more, 1.1 to 2 times as fast for up to 64
+    /// tokens and with twice the memory for its weights.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, Mask, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let mut decoder = Stack::new(vec![block.clone(), block], None)?;
+    /// decoder.prepack()?;
+    /// assert!(decoder.blocks().iter().all(|block| block.attention().is_prepacked()));
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] if there is no memory for a copy; the stack works without it then.
+    pub fn prepack(&mut self) -> Result<()> {
+        self.blocks.iter_mut().try_for_each(Block::prepack)
+    }
+
     /// The blocks in their order.
     ///
     /// ```

@@ -29,6 +29,7 @@
 //! | `peak.rs` | what the CPU can do at best |
 //! | `scratch.rs` | working memory that begins at a cache line |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
+//! | `prepacked.rs` | weights that were packed for all calls to come |
 //! | `blocks.rs` | disjoint blocks of one matrix for many threads |
 //! | `deal.rs` | disjoint rows of one output for many threads |
 
@@ -56,6 +57,7 @@ mod pack;
 mod pairs;
 mod peak;
 mod portable;
+mod prepacked;
 mod real;
 mod relay;
 mod rows;
@@ -79,12 +81,13 @@ pub(crate) use back::{BackGroup, BackRoom};
 pub(crate) use blocks::Blocks;
 pub(crate) use deal::{Block, Deal};
 pub(crate) use dropout::{Dropped, Drops, RowKey};
-pub(crate) use gemm::{Linear, block_scratch};
+pub(crate) use gemm::{Factor, Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use lines::Lines;
 pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
 pub(crate) use pairs::RowsAndKeys;
+pub(crate) use prepacked::Prepacked;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
 pub(crate) use scratch::{aligned, reserve};

@@ -311,7 +311,7 @@ impl<T: Element> MultiHeadAttention<T> {
         d_weights: &mut Weights<T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
-        let Weights { w_q, w_k, b_q, b_k, .. } = &self.weights;
+        let Weights { w_q, w_k, b_q, b_k, .. } = &*self.weights;
         let [q_norm, k_norm] = self.norms();
         let queries = (q_norm, tape.inputs.query, w_q, b_q, &mut d_heads.q, &mut d_weights.q_norm);
         let keys = (k_norm, tape.inputs.key, w_k, b_k, &mut d_heads.k, &mut d_weights.k_norm);
@@ -320,7 +320,7 @@ impl<T: Element> MultiHeadAttention<T> {
             let [heads, mut sums, mut room] = std::mem::take(&mut workspace.layer.norm);
             let mut d_heads = by_token_mut(d_heads)?;
             let mut heads = reused("heads", "[batch, len, heads * head_dim]", d_heads.dim(), heads)?;
-            let again = [Some(Projected::new(x, w.view(), bias.as_ref(), heads.view_mut())), None, None];
+            let again = [Some(Projected::new(x, self.weights.factor(w), bias.as_ref(), heads.view_mut())), None, None];
             T::project(level(tape.options), again, &mut workspace.layer.scratch);
             sums.clear();
             sums.resize(d_weight.len(), T::zero());
@@ -441,7 +441,7 @@ fn differentiate_weights<T: Element>(
 
 /// `y (+)= x W^T`
 fn turned<'a, T>(x: ArrayView3<'a, T>, w: &'a Array2<T>, y: ArrayViewMut3<'a, T>, start: Start) -> Projected<'a, T> {
-    Projected { x, w: w.t(), bias: None, y, start, then: None }
+    Projected { x, w: w.t().into(), bias: None, y, start, then: None }
 }
 
 /// Arrays like these, with any numbers, in `memory`.

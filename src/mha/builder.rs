@@ -15,6 +15,7 @@ use crate::element::{Element, zeros};
 use crate::error::{Error, Result};
 use crate::heads::HeadMap;
 use crate::position::{Alibi, Buckets, Rope};
+use crate::prepack::Packable;
 
 /// One of the four projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -419,7 +420,7 @@ impl<T: Element> Builder<T> {
                 None => None,
             },
         };
-        Ok(MultiHeadAttention { config, weights })
+        Ok(MultiHeadAttention { config, weights: Packable::new(weights) })
     }
 
     /// A layer with these weights. Biases and sinks are there if the weights have them, whatever the builder says.
@@ -439,7 +440,7 @@ impl<T: Element> Builder<T> {
     pub fn from_weights(self, weights: Weights<T>) -> Result<MultiHeadAttention<T>> {
         let config = self.config()?;
         weights.check(&config)?;
-        Ok(MultiHeadAttention { config, weights })
+        Ok(MultiHeadAttention { config, weights: Packable::new(weights) })
     }
 
     fn config(&self) -> Result<Config> {

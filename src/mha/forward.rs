@@ -343,7 +343,7 @@ impl<T: Element> MultiHeadAttention<T> {
         attend: impl FnOnce([&ArrayRef4<T>; 3], &Options<'_, T>, Outputs<'_, T>, &mut Workspace<T>) -> Result<()>,
     ) -> Result<Activations<T>> {
         let Room { lse, weights, memory: [q, k, v, context] } = room;
-        let Weights { w_q, w_k, w_v, b_q, b_k, b_v, .. } = &self.weights;
+        let Weights { w_q, w_k, w_v, b_q, b_k, b_v, .. } = &*self.weights;
         let Config { heads, head_dim, value_dim, .. } = &self.config;
         let (num_heads, num_kv_heads) = (heads.num_heads(), heads.num_kv_heads());
         let (batch, q_len, _) = inputs.query.dim();
@@ -355,9 +355,9 @@ impl<T: Element> MultiHeadAttention<T> {
             reused("v", "[batch, kv_len, num_kv_heads * value_dim]", (batch, kv_len, w_v.ncols()), v)?,
         ];
         let projections = [
-            Some(Projected::new(inputs.query, w_q.view(), b_q.as_ref(), q.view_mut())),
-            Some(Projected::new(inputs.key, w_k.view(), b_k.as_ref(), k.view_mut())),
-            Some(Projected::new(inputs.value, w_v.view(), b_v.as_ref(), v.view_mut())),
+            Some(Projected::new(inputs.query, self.weights.factor(w_q), b_q.as_ref(), q.view_mut())),
+            Some(Projected::new(inputs.key, self.weights.factor(w_k), b_k.as_ref(), k.view_mut())),
+            Some(Projected::new(inputs.value, self.weights.factor(w_v), b_v.as_ref(), v.view_mut())),
         ];
         T::project(level(options), projections, &mut workspace.layer.scratch);
 
@@ -387,8 +387,8 @@ impl<T: Element> MultiHeadAttention<T> {
         output: ArrayViewMut3<'_, T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
-        let Weights { w_o, b_o, .. } = &self.weights;
-        let back = Projected::new(by_token(&activations.context)?, w_o.view(), b_o.as_ref(), output);
+        let Weights { w_o, b_o, .. } = &*self.weights;
+        let back = Projected::new(by_token(&activations.context)?, self.weights.factor(w_o), b_o.as_ref(), output);
         T::project(level(options), [Some(back), None, None], &mut workspace.layer.scratch);
         Ok(())
     }

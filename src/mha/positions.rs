@@ -111,7 +111,7 @@ impl<T: Element> MultiHeadAttention<T> {
 
     /// The norms of query and key heads.
     pub(super) fn norms(&self) -> [Option<RowNorm<'_, T>>; 2] {
-        let Weights { q_norm, k_norm, .. } = &self.weights;
+        let Weights { q_norm, k_norm, .. } = &*self.weights;
         [q_norm, k_norm].map(|weight| weight.as_ref().map(|weight| RowNorm::new(weight, self.config.qk_norm_eps)))
     }
 

@@ -17,6 +17,7 @@ use super::{Config, MultiHeadAttention, Weights};
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
+use crate::prepack::Packable;
 
 impl<T: Element> MultiHeadAttention<T> {
     /// A layer whose heads count `gates: [num_heads]` times as much: the rows of `w_o` that belong to a head are
@@ -43,7 +44,7 @@ impl<T: Element> MultiHeadAttention<T> {
             return Err(Error::value("gates", "finite numbers", gate));
         }
         let mut gated = self.clone();
-        let rows_of_heads = gated.weights.w_o.axis_chunks_iter_mut(Axis(0), self.config.value_dim);
+        let rows_of_heads = gated.weights.edit().w_o.axis_chunks_iter_mut(Axis(0), self.config.value_dim);
         for (mut rows, &gate) in rows_of_heads.zip(gates) {
             match gate.is_zero() {
                 true => rows.fill(T::zero()),
@@ -156,14 +157,14 @@ impl<T: Element> MultiHeadAttention<T> {
             w_v: pooled(&self.weights.w_v, pool, *value_dim),
             b_k: vector(&self.weights.b_k, *head_dim),
             b_v: vector(&self.weights.b_v, *value_dim),
-            ..self.weights.clone()
+            ..(*self.weights).clone()
         };
         Self::checked(Config { heads: map, ..self.config.clone() }, weights)
     }
 
     fn checked(config: Config, weights: Weights<T>) -> Result<Self> {
         weights.check(&config)?;
-        Ok(Self { config, weights })
+        Ok(Self { config, weights: Packable::new(weights) })
     }
 }
 

@@ -6,6 +6,7 @@ use super::Config;
 use crate::attention::check_relative_keys;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
+use crate::prepack::Matrices;
 
 /// The weights of a layer, stored `[in, out]` so that a projection reads `x.dot(&w_q)`.
 ///
@@ -46,6 +47,12 @@ pub struct Weights<T> {
     pub relative_bias: Option<Array2<T>>,
     /// `[2 clip + 1, head_dim]`: a key for each distance from `-clip` to `clip`, see [`crate::Options::relative_keys`].
     pub relative_keys: Option<Array2<T>>,
+}
+
+impl<T: Element> Matrices<T> for Weights<T> {
+    fn matrices(&self) -> impl Iterator<Item = (&'static str, &Array2<T>)> {
+        [("w_q", &self.w_q), ("w_k", &self.w_k), ("w_v", &self.w_v), ("w_o", &self.w_o)].into_iter()
+    }
 }
 
 impl<T: Element> Weights<T> {
@@ -115,14 +122,13 @@ impl<T: Element> Weights<T> {
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, ArrayViewD<'_, T>)> {
-        let matrices = [("w_q", &self.w_q), ("w_k", &self.w_k), ("w_v", &self.w_v), ("w_o", &self.w_o)];
         let Self { b_q, b_k, b_v, b_o, sinks, q_norm, k_norm, .. } = self;
         let vectors = [("b_q", b_q), ("b_k", b_k), ("b_v", b_v), ("b_o", b_o), ("sinks", sinks)];
         let vectors = vectors.into_iter().chain([("q_norm", q_norm), ("k_norm", k_norm)]);
         let vectors = vectors.filter_map(|(name, b)| Some((name, b.as_ref()?.view().into_dyn())));
         let tables = [("relative_bias", &self.relative_bias), ("relative_keys", &self.relative_keys)];
         let tables = tables.into_iter().filter_map(|(name, table)| Some((name, table.as_ref()?.view().into_dyn())));
-        matrices.into_iter().map(|(name, w)| (name, w.view().into_dyn())).chain(vectors).chain(tables)
+        self.matrices().map(|(name, w)| (name, w.view().into_dyn())).chain(vectors).chain(tables)
     }
 
     /// [`Weights::iter`] to write to.

@@ -25,6 +25,7 @@ mod head_statistics;
 mod head_surgery;
 mod hidden_queries;
 mod loading;
+mod prepack;
 mod properties;
 mod qk_norm;
 mod ring;

@@ -177,12 +177,15 @@ fn the_layer_allocates_nothing_again() {
     for (len, threads) in [(10, 1), (40, 2), (300, 1), (300, 2), (300, 3)] {
         let pool = pool(threads);
         let x: Array3<f32> = typed(&Seeded(2).array((BATCH, len, 72)));
-        for map in [None, Some(&[3, 0, 0, 2, 3, 3][..])] {
-            let layer = layer::<f32>(map);
+        for (map, prepacked) in [(None, false), (None, true), (Some(&[3, 0, 0, 2, 3, 3][..]), false)] {
+            let mut layer = layer::<f32>(map);
+            if prepacked {
+                layer.prepack().unwrap();
+            }
             for (name, mask) in masks(len) {
                 let mut y = Array3::zeros(x.dim());
                 let mut workspace = Workspace::new();
-                let what = format!("layer, {len} tokens, map {map:?}, {name}");
+                let what = format!("layer, {len} tokens, map {map:?}, prepacked {prepacked}, {name}");
                 allocates_nothing_again(&what, &pool, || {
                     layer.forward_into(&x, &mask, &mut y, &mut workspace).unwrap();
                 });

@@ -1,0 +1,215 @@
+//! Weights in the order in which products read them, for whoever multiplies with the same ones again and again.
+//!
+//! ```text
+//! [in, out] -> [⌈in/128⌉][⌈out/16⌉][128][16]     to[c][p][t][j] = w[128 c + t][16 p + j]
+//! ```
+//!
+//! with zeros where there is no source; of the last rows there are as many as are left, rounded up to 16. A product walks
+//! this from end to end and can ask memory for what comes next, while rows of a matrix are pages apart and have to be copied
+//! first unless there are few. Every element has the bits that it has without: the sums run in the same order.
+//!
+//! One layer of d_model 1024, time with this against the time without (Zen 3, medians of interleaved rounds, one and two
+//! threads):
+//!
+//! | tokens | 1 | 4 | 16 | 64 | 512 (d_model 512) |
+//! | --- | --- | --- | --- | --- | --- |
+//! | one thread | 0.76 | 0.58 | 0.70 | 0.87 | 0.98 |
+//! | two threads | 0.74 | 0.49 | 0.76 | 0.88 | 0.95 |
+
+use super::gemm::{DEPTH, Panels, chunks, is_unit};
+use super::real::Real;
+use super::table::Kernels;
+use super::tile::{MAX_ROWS, Start};
+use super::{Level, PANEL};
+use ndarray::{ArrayView2, ArrayViewMut2, s};
+use std::fmt;
+use std::ops::Range;
+
+/// Columns that all rows of `x` meet before the next: their panels and the next ones fit into the second-level cache.
+const STRIP: usize = 256;
+
+/// The same for a single group of rows, which meets them once.
+const ONE_GROUP_STRIP: usize = 512;
+
+/// A matrix of weights, packed for every product to come.
+#[derive(Clone)]
+pub(crate) struct Prepacked<T> {
+    /// `[in, out]`
+    dim: (usize, usize),
+    numbers: Vec<Lanes<T>>,
+}
+
+/// One row of a panel. No vector of it lies across two lines of the cache.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Lanes<T>([T; PANEL]);
+
+impl<T: Real> Prepacked<T> {
+    /// Packs `w`, of any strides. `None` if there is no memory for that.
+    pub(crate) fn new(w: ArrayView2<'_, T>) -> Option<Self> {
+        let (terms, columns) = w.dim();
+        let panels = columns.div_ceil(PANEL);
+        let len = terms.checked_next_multiple_of(PANEL)?.checked_mul(panels)?;
+        let mut numbers = Vec::new();
+        numbers.try_reserve_exact(len).ok()?;
+        numbers.resize(len, Lanes([T::zero(); PANEL]));
+        let mut left = numbers.as_mut_slice();
+        for terms in chunks(0..terms, DEPTH) {
+            let (rows, w) = (packed_rows(&terms), w.slice(s![terms, ..]));
+            let chunk;
+            (chunk, left) = left.split_at_mut(rows * panels);
+            // SAFETY: `Lanes` are 16 numbers one after the other, without a gap (their size is a multiple of 64 bytes).
+            let chunk = unsafe { std::slice::from_raw_parts_mut(chunk.as_mut_ptr().cast::<T>(), chunk.len() * PANEL) };
+            let kernels = T::kernels(Level::best());
+            if w.nrows() == rows && !is_unit(&w, 1) {
+                kernels.pack_panels(w.reversed_axes(), chunk);
+            } else {
+                kernels.pack_columns(w, rows * PANEL, chunk);
+            }
+        }
+        Some(Self { dim: (terms, columns), numbers })
+    }
+
+    /// `[in, out]`
+    pub(crate) fn dim(&self) -> (usize, usize) {
+        self.dim
+    }
+
+    /// The panels of a chunk of the terms, from a column on that begins one.
+    fn panels(&self, terms: &Range<usize>, column: usize) -> Panels<T> {
+        let rows = packed_rows(terms);
+        let at = terms.start * self.dim.1.div_ceil(PANEL) + column / PANEL * rows;
+        Panels { data: self.numbers[at..].as_ptr().cast(), panel: rows * PANEL, k: PANEL }
+    }
+}
+
+/// Rows of a panel that holds so many terms.
+fn packed_rows(terms: &Range<usize>) -> usize {
+    terms.len().next_multiple_of(PANEL)
+}
+
+impl<T> fmt::Debug for Prepacked<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prepacked").field("dim", &self.dim).finish_non_exhaustive()
+    }
+}
+
+impl<T: Real> Kernels<T> {
+    /// `out (+)= x w[:, columns]`, for an output whose rows are contiguous. The columns begin with a panel.
+    pub(super) fn prepacked_tiles(
+        &self,
+        x: ArrayView2<'_, T>,
+        w: &Prepacked<T>,
+        columns: Range<usize>,
+        mut out: ArrayViewMut2<'_, T>,
+        mut start: Start,
+        copy: &mut [T],
+    ) {
+        assert!(columns.start.is_multiple_of(PANEL) && columns.end <= w.dim.1, "columns that are whole panels");
+        assert_eq!((x.ncols(), out.dim()), (w.dim.0, (x.nrows(), columns.len())), "shapes of a block");
+        if w.dim.0 == 0 && start == Start::Zero {
+            out.fill(T::zero());
+        }
+        let width = if x.nrows() <= MAX_ROWS { ONE_GROUP_STRIP } else { STRIP };
+        for terms in chunks(0..w.dim.0, DEPTH) {
+            let mut x = self.broadcast_operand(x.slice(s![.., terms.clone()]), columns.len(), copy);
+            let then = terms.end..w.dim.0.min(terms.end + DEPTH);
+            for strip in chunks(columns.clone(), width) {
+                let b = w.panels(&terms, strip.start);
+                let next = if strip.end < columns.end {
+                    Some(w.panels(&terms, strip.end))
+                } else if then.is_empty() {
+                    None
+                } else {
+                    Some(w.panels(&then, columns.start))
+                };
+                let out = out.slice_mut(s![.., strip.start - columns.start..strip.end - columns.start]);
+                // SAFETY: `x` has strides from 0 on (`broadcast_operand`), the panels hold the terms and the columns.
+                unsafe { self.product(&mut x, b, DEPTH, next, out, start) };
+            }
+            start = Start::Add;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::gemm::{Factor, Linear};
+    use crate::kernels::testing::{Numbers, at_every_level};
+    use ndarray::{Array1, Array2};
+
+    /// Some columns of `x w + bias`, or of that and what `out` held.
+    fn run<T: Real>(
+        kernels: &Kernels<T>,
+        linear: &Linear<'_, T>,
+        columns: Range<usize>,
+        mut out: ArrayViewMut2<'_, T>,
+    ) -> Array2<T> {
+        let part = out.slice_mut(s![.., columns.clone()]);
+        kernels.linear_block(linear, 0..linear.x.nrows(), columns, part, &mut Vec::new());
+        out.to_owned()
+    }
+
+    #[test]
+    fn products_have_the_bits_that_they_have_without() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for (depth, columns) in [
+                (0, 5),
+                (1, 1),
+                (3, 0),
+                (16, 16),
+                (127, 17),
+                (128, 15),
+                (129, STRIP + 1),
+                (300, ONE_GROUP_STRIP + 40),
+                (256, 2 * STRIP),
+            ] {
+                let mut numbers = Numbers::new((100 * depth + 10_000 * columns) as u64);
+                let many = numbers.matrix::<T>(40, depth);
+                let before = numbers.matrix::<T>(40, columns);
+                let bias = Array1::from(numbers.vec(columns));
+                let w = numbers.matrix::<T>(depth, columns);
+                // The same matrix with other strides.
+                let turned = w.t().as_standard_layout().into_owned().reversed_axes();
+                let backwards = w.slice(s![..;-1, ..;-1]).to_owned();
+                let layouts = [w.view(), turned.view(), backwards.slice(s![..;-1, ..;-1])];
+                for (start, bias) in [(Start::Zero, None), (Start::Zero, Some(bias.view())), (Start::Add, None)] {
+                    let out = |rows: usize| match start {
+                        Start::Zero => Array2::from_elem((rows, columns), T::nan()),
+                        Start::Add => before.slice(s![..rows, ..]).to_owned(),
+                    };
+                    let plain = Linear { x: many.view(), w: w.view().into(), bias, start };
+                    let expected = run(kernels, &plain, 0..columns, out(40).view_mut());
+                    for (layout, w) in layouts.into_iter().enumerate() {
+                        let Some(packed) = Prepacked::new(w) else { panic!("no memory for {depth} x {columns}") };
+                        for rows in [0, 1, 2, 6, 7, 13, 40] {
+                            let x = many.slice(s![..rows, ..]);
+                            let linear = Linear { x, w: Factor::Prepacked(&packed), ..plain };
+                            let expected = expected.slice(s![..rows, ..]);
+                            let name = format!("{rows} x {depth} x {columns} layout {layout} {start:?}");
+                            assert_eq!(run(kernels, &linear, 0..columns, out(rows).view_mut()), expected, "{name}");
+                            // In two parts, into columns.
+                            let middle = columns / 2 / PANEL * PANEL;
+                            let mut out = out(rows).reversed_axes().as_standard_layout().into_owned().reversed_axes();
+                            run(kernels, &linear, 0..middle, out.view_mut());
+                            let parts = run(kernels, &linear, middle..columns, out.view_mut());
+                            assert_eq!(parts, expected, "{name} in parts");
+                        }
+                    }
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn copies_of_it_begin_at_a_line_too() {
+        let w = Numbers::new(1).matrix::<f32>(40, 40);
+        let Some(packed) = Prepacked::new(w.view()) else { panic!("no memory for 40 x 40") };
+        for packed in [packed.clone(), packed] {
+            assert!(packed.panels(&(0..40), 16).data.addr().is_multiple_of(64));
+            assert_eq!(format!("{packed:?}"), "Prepacked { dim: (40, 40), .. }");
+        }
+    }
+}
