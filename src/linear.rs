@@ -81,6 +81,10 @@ impl<'a, T> WeightGradient<'a, T> {
 /// weights).
 const BLOCK_ROWS: [usize; 2] = [256, 128];
 
+/// The same where weights are packed already, and smaller blocks cost nothing but are shared more evenly: whole groups of
+/// six.
+const PREPACKED_BLOCK_ROWS: usize = 66;
+
 /// Blocks that the larger number of rows must leave, for threads to share.
 const FEWEST_BLOCKS: usize = 8;
 
@@ -206,6 +210,7 @@ fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, '_, T>>;
         let terms = linear.w.dim().0;
         work += (2.0 * linear.x.nrows() as f64 + FLOP_PER_WEIGHT) * terms as f64 * y.ncols() as f64;
         let columns = columns(&y);
+        let rows = if let Factor::Prepacked(_) = linear.w { PREPACKED_BLOCK_ROWS } else { rows };
         room = room.max(block_scratch(&y, rows, columns, terms));
         let blocks = Blocks::new(y, rows, columns);
         items += blocks.len();

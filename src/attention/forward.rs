@@ -18,6 +18,10 @@ use crate::kernels::{Block, Deal, Kernels};
 use crate::parallel;
 use ndarray::Axis;
 
+/// What an item takes besides its products, counted as so many operations: 1.5 microseconds. (16 heads with 16 tokens take
+/// 43 microseconds on one thread and 30 on two.)
+const FLOP_PER_ITEM: f64 = 1.5e5;
+
 /// Fills context and lse. `wish` is the caller's number of query positions to an item.
 pub(super) fn forward<'p, T: Element>(
     call: &'p Call<'p, '_, T>,
@@ -34,7 +38,7 @@ pub(super) fn forward<'p, T: Element>(
         debug_assert!(false, "the outputs were made for this call");
         return Ok(());
     };
-    let workers = workspace.workers(parallel::workers(dims.flop(), deal.len()));
+    let workers = workspace.workers(parallel::workers(dims.flop() + FLOP_PER_ITEM * deal.len() as f64, deal.len()));
     // Which items a thread gets depends on time; what it has room for must not.
     let rows = query_tile.saturating_mul(heads.largest_group());
     let lengths = ItemSize::new(rows, *dims, call.rules).lengths();
