@@ -14,25 +14,27 @@
 //! * Few rows: copying would cost more than it saves, and the time is that of reading `w`. It is read once, where it is,
 //!   a few whole rows at a time. How many rows are few depends on the level: with registers of four cache lines it pays
 //!   up to 12 rows; with AVX2 (Zen 3, 1024 x 1024) 4 rows take 0.38 ms so and 0.25 ms packed, 1 row 0.14 and 0.18 ms.
-//! * Few rows and a transposed `w` (of a file that stores `[out, in]`): inner products along its rows, `dots.rs`.
+//! * Up to 24 rows and a transposed `w` (of a file that stores `[out, in]`): inner products along its rows, `dots.rs`. To
+//!   transpose it while it is packed costs more than to add up lanes (1024 x 1024: 4 rows 54 and 18 GFLOP/s, 12 rows 74 and
+//!   40, 24 rows 73 and 54), unless the sums are short.
 //!
 //! Packing whole blocks, several rows of `w` at a time (`pack.rs`), takes 15 to 30 % less time than strips of 64 columns for
-//! a layer of 4 to 16 tokens, and 4 to 9 % for 512 to 1024 (Zen 3, d_model 1024 and 512). This table is of such strips:
+//! a layer of 4 to 16 tokens, and 4 to 9 % for 512 to 1024 (Zen 3, d_model 1024 and 512).
 //!
-//! One thread, f32, GFLOP/s (lower quartile of interleaved times, each line from the quietest of three runs), on a shared
-//! Emerald Rapids core with a peak of 179; blocks of 256 x 512; `wᵀ` is stored `[out, in]`. The time of the last two lines is
-//! that of reading `w`.
+//! One thread, f32, GFLOP/s (lower quartile of interleaved times, each line from the quietest of four runs), on a shared
+//! Zen 3 core with a peak of 103; blocks as a layer has them. `wᵀ` is stored `[out, in]`; `packed` are weights that were
+//! packed beforehand (`prepacked.rs`). The weights come from the third-level cache.
 //!
-//! | rows x in x out | here, w | here, wᵀ | gemm 0.19 x86-v4, w | wᵀ | matrixmultiply 0.3.11 avx512, w | wᵀ |
-//! | --- | --- | --- | --- | --- | --- | --- |
-//! | 512 x 512 x 512 | 144 | 138 | 149 | 145 | 140 | 142 |
-//! | 2048 x 512 x 512 | 139 | 134 | 151 | 153 | 136 | 139 |
-//! | 1024 x 768 x 768 | 130 | 127 | 146 | 143 | 130 | 127 |
-//! | 128 x 1024 x 1024 | 123 | 117 | 120 | 83 | 109 | 108 |
-//! | 16 x 1024 x 1024 | 73 | 62 | 58 | 22 | 50 | 48 |
-//! | 12 x 1024 x 1024 | 66 | 55 | 59 | 17 | 38 | 35 |
-//! | 4 x 1024 x 1024 | 43 | 40 | 42 | 6 | 13 | 13 |
-//! | 1 x 1024 x 1024 | 12 | 12 | 13 | 12 | 3 | 3 |
+//! | rows x in x out | here, w | here, wᵀ | packed | gemm 0.19, w | wᵀ | matrixmultiply 0.3.11, w | wᵀ |
+//! | --- | --- | --- | --- | --- | --- | --- | --- |
+//! | 512 x 512 x 512 | 86 | 85 | 91 | 88 | 90 | 81 | 80 |
+//! | 2048 x 512 x 512 | 87 | 86 | 90 | 87 | 88 | 83 | 83 |
+//! | 1024 x 768 x 768 | 85 | 83 | 86 | 83 | 80 | 80 | 80 |
+//! | 128 x 1024 x 1024 | 81 | 78 | 88 | 77 | 70 | 73 | 74 |
+//! | 64 x 1024 x 1024 | 78 | 73 | 90 | 71 | 59 | 67 | 67 |
+//! | 16 x 1024 x 1024 | 64 | 67 | 85 | 50 | 27 | 42 | 46 |
+//! | 4 x 1024 x 1024 | 33 | 50 | 63 | 37 | 7 | 13 | 14 |
+//! | 1 x 1024 x 1024 | 28 | 29 | 31 | 26 | 23 | 3 | 4 |
 //!
 //! The loops are those of GotoBLAS (Goto and van de Geijn, 2008).
 
@@ -56,8 +58,12 @@ const STRIP: usize = 512;
 /// From one panel of them to the next: a power of two apart, all would meet in the same few places of the cache.
 const STRIP_PANEL: usize = (DEPTH + 1) * PANEL;
 
-/// The largest number of rows that any level takes for few (`Kernels::few_rows`).
-const MOST_FEW_ROWS: usize = 2 * MAX_ROWS;
+/// Up to so many rows, sums of many terms with a transposed `w` are inner products; at no level are more rows few
+/// (`Kernels::few_rows`).
+const INNER_ROWS: usize = 24;
+
+/// Terms that make up for the addition of an inner product's lanes, for each of those rows.
+const TERMS_PER_INNER_ROW: usize = 8;
 
 /// Up to this many columns, `x` is not copied.
 const NARROW: usize = 128;
@@ -86,7 +92,7 @@ const FEW_ROWS_COLUMNS: usize = 2048;
 /// Elements of scratch for the operands of a block of so many rows, columns and terms: packed columns and their part of
 /// `x`, or all of the few rows whose inner products are taken.
 fn operand_scratch(rows: usize, columns: usize, terms: usize) -> usize {
-    let few = if rows <= MOST_FEW_ROWS { rows * terms } else { 0 };
+    let few = if rows <= INNER_ROWS { rows * terms } else { 0 };
     few.max(strip_len(columns) + DEPTH * rows)
 }
 
@@ -147,6 +153,11 @@ impl<T: Real> Kernels<T> {
         columns.div_ceil(threads.max(1)).next_multiple_of(PANEL).clamp(BLOCK_COLUMNS, most)
     }
 
+    /// Up to how many rows inner products are the fastest way to multiply with a transposed `w`.
+    fn inner_rows(&self, terms: usize) -> usize {
+        self.few_rows.max(INNER_ROWS.min(terms / TERMS_PER_INNER_ROW))
+    }
+
     /// `out (+)= x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides, and is read only if
     /// it is added to.
     ///
@@ -174,7 +185,7 @@ impl<T: Real> Kernels<T> {
             Factor::Plain(w) => {
                 let w = w.slice_move(s![.., columns]);
                 // Decided by the whole of `x`, because inner products add in another order: the cut must not choose.
-                if linear.x.nrows() <= self.few_rows && is_unit(&w, 0) && is_forward(&w) {
+                if linear.x.nrows() <= self.inner_rows(w.nrows()) && is_unit(&w, 0) && is_forward(&w) {
                     self.inner_products(x, w, out, start, operands);
                 } else {
                     self.tiles(x, w, out, start, operands);
@@ -429,193 +440,5 @@ fn has_rows<T>(out: &ArrayViewMut2<'_, T>) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernels::Level;
-    use crate::kernels::testing::{Numbers, at_every_level, real, wide};
-    use ndarray::{Array1, Array2, array};
-
-    /// One product against plain loops in f64.
-    fn verify<T: Real>(kernels: &Kernels<T>, x: ArrayView2<'_, T>, w: ArrayView2<'_, T>, bias: Option<&Array1<T>>) {
-        let (rows, columns) = (x.nrows(), w.ncols());
-        let mut out = Array2::from_elem((rows, columns), T::nan());
-        let linear = Linear { x, w: w.into(), bias: bias.map(|bias| bias.view()), start: Start::Zero };
-        kernels.linear_block(&linear, 0..rows, 0..columns, out.view_mut(), &mut Vec::new());
-        for ((i, j), &y) in out.indexed_iter() {
-            let first = bias.map_or(0.0, |bias| wide(bias[j]));
-            let terms = || x.row(i).into_iter().zip(w.column(j)).map(|(&x, &w)| wide(x) * wide(w));
-            let (sum, size) = (first + terms().sum::<f64>(), first.abs() + terms().map(f64::abs).sum::<f64>());
-            let bound = wide(T::epsilon()) * (x.ncols() as f64 + 1.0) * size;
-            assert!((wide(y) - sum).abs() <= bound, "{:?} x {:?} at {i}, {j}: {y:?} for {sum}", x.dim(), w.dim());
-        }
-    }
-
-    #[test]
-    fn every_shape_and_layout() {
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            for rows in [0, 1, 2, 6, 7, 12, 13, 40] {
-                for depth in [0, 1, 3, 64, 128, 129, 300] {
-                    for columns in [0, 1, 15, 16, 17, 64, 80, 130] {
-                        let mut numbers = Numbers::new((rows + 100 * depth + 10_000 * columns) as u64);
-                        let (x, w) = (numbers.matrix(rows, depth), numbers.matrix(depth, columns));
-                        let (x_t, w_t) = (numbers.matrix(depth, rows), numbers.matrix(columns, depth));
-                        let bias = Array1::from(numbers.vec(columns));
-                        verify::<T>(kernels, x.view(), w.view(), None);
-                        verify(kernels, x.view(), w_t.t(), Some(&bias));
-                        verify(kernels, x_t.t(), w.view(), Some(&bias));
-                        verify(kernels, x.slice(s![..;-1, ..;-1]), w.slice(s![..;-1, ..;-1]), None);
-                        verify(
-                            kernels,
-                            x.slice(s![..;2, ..;2]),
-                            w.slice(s![..;2, ..;2]),
-                            Some(&bias.slice(s![..;2]).to_owned()),
-                        );
-                    }
-                }
-            }
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn rows_that_are_pages_apart() {
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            let (depth, columns) = (DEPTH + 2, NARROW + 1);
-            let mut numbers = Numbers::new(8);
-            let (wide, w) = (numbers.matrix::<T>(14, PAGE), numbers.matrix(depth, columns));
-            for rows in [4, 5, 13, 14] {
-                verify(kernels, wide.slice(s![..rows, 3..3 + depth]), w.view(), None);
-            }
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn blocks_wider_than_a_strip() {
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            let (depth, columns) = (DEPTH + 2, 2 * STRIP + 20);
-            let mut numbers = Numbers::new(6);
-            let (w, w_t) = (numbers.matrix(depth, columns), numbers.matrix(columns, depth));
-            for rows in [2, 7] {
-                let x = numbers.matrix::<T>(rows, depth);
-                verify(kernels, x.view(), w.view(), None);
-                verify(kernels, x.view(), w.slice(s![..;-1, ..]), None);
-                verify(kernels, x.view(), w_t.slice(s![..;-1, ..]).reversed_axes(), None);
-            }
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn blocks_of_any_cut_have_the_same_bits() {
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            let mut numbers = Numbers::new(3);
-            let (x, w) = (numbers.matrix::<T>(50, 150), numbers.matrix(150, 200));
-            let bias = Array1::from(numbers.vec(200));
-            let linear = Linear { x: x.view(), w: w.view().into(), bias: Some(bias.view()), start: Start::Zero };
-            let scratch = &mut Vec::new();
-            let mut whole = Array2::from_elem((50, 200), T::nan());
-            kernels.linear_block(&linear, 0..50, 0..200, whole.view_mut(), scratch);
-            for (high, broad) in [(1, 200), (7, 64), (13, 100), (50, 33), (6, 1)] {
-                let mut parts = Array2::from_elem((50, 200), T::nan());
-                for rows in chunks(0..50, high) {
-                    for columns in chunks(0..200, broad) {
-                        let out = parts.slice_mut(s![rows.clone(), columns.clone()]);
-                        kernels.linear_block(&linear, rows.clone(), columns, out, scratch);
-                    }
-                }
-                assert_eq!(whole, parts);
-            }
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn few_rows_have_the_bits_that_they_have_among_many_whatever_the_cut() {
-        // The number of threads chooses the columns of a block here.
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            let mut numbers = Numbers::new(8);
-            let (x, w) = (numbers.matrix::<T>(50, 300), numbers.matrix(300, 200));
-            let scratch = &mut Vec::new();
-            let mut run = |rows: usize, broad: usize| {
-                let linear = Linear { x: x.slice(s![..rows, ..]), w: w.view().into(), bias: None, start: Start::Zero };
-                let mut out = Array2::from_elem((rows, 200), T::nan());
-                for columns in chunks(0..200, broad) {
-                    let part = out.slice_mut(s![.., columns.clone()]);
-                    kernels.linear_block(&linear, 0..rows, columns, part, scratch);
-                }
-                out
-            };
-            let many = run(50, 200);
-            for (rows, broad) in [(1, 200), (1, 112), (2, 64), (3, 200), (3, 33), (4, 48)] {
-                assert_eq!(run(rows, broad), many.slice(s![..rows, ..]), "{rows} rows, {broad} columns");
-            }
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn sums_that_go_on_have_the_bits_of_one_sum() {
-        // Both forms, many and few rows, outputs that are copied and such that are not: the terms in two parts.
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            for (rows, split) in [(50, 1), (50, 130), (3, 70), (1, 0)] {
-                let mut numbers = Numbers::new(5);
-                let (x, w) = (numbers.matrix::<T>(rows, 200), numbers.matrix::<T>(200, 90));
-                let bias = Array1::from(numbers.vec(90));
-                let scratch = &mut Vec::new();
-                let mut run = |terms: Range<usize>, start, bias, out: ArrayViewMut2<'_, T>| {
-                    let (x, w) = (x.slice(s![.., terms.clone()]), w.slice(s![terms, ..]));
-                    kernels.linear_block(&Linear { x, w: w.into(), bias, start }, 0..rows, 0..90, out, scratch);
-                };
-                let mut whole = Array2::from_elem((rows, 90), T::nan());
-                run(0..200, Start::Zero, Some(bias.view()), whole.view_mut());
-                let mut straight = Array2::from_elem((rows, 90), T::nan());
-                let mut turned = Array2::from_elem((90, rows), T::nan());
-                for out in [straight.view_mut(), turned.view_mut().reversed_axes()] {
-                    let mut out = out;
-                    run(0..split, Start::Zero, Some(bias.view()), out.view_mut());
-                    run(split..200, Start::Add, None, out.view_mut());
-                    assert_eq!(out, whole, "{rows} rows, {split} terms first");
-                }
-                straight.fill(T::zero());
-                run(0..0, Start::Add, Some(bias.view()), straight.view_mut());
-                run(0..200, Start::Add, None, straight.view_mut());
-                assert_eq!(straight, whole, "{rows} rows, onto zeros");
-            }
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn outputs_with_any_strides() {
-        fn check<T: Real>(kernels: &Kernels<T>) {
-            let mut numbers = Numbers::new(4);
-            let (x, w) = (numbers.matrix::<T>(20, 10), numbers.matrix(10, 30));
-            let linear = Linear { x: x.view(), w: w.view().into(), bias: None, start: Start::Zero };
-            let mut expected = Array2::zeros((20, 30));
-            let scratch = &mut Vec::new();
-            kernels.linear_block(&linear, 0..20, 0..30, expected.view_mut(), scratch);
-            let mut out = Array2::from_elem((40, 60), real::<T>(7.0));
-            kernels.linear_block(&linear, 0..20, 0..30, out.slice_mut(s![..;-2, ..;-2]), scratch);
-            assert_eq!(out.slice(s![..;-2, ..;-2]), expected);
-            assert!(out.slice(s![..;2, ..]).iter().all(|&x| x == real(7.0)));
-            let mut out = Array2::zeros((30, 20));
-            kernels.linear_block(&linear, 0..20, 0..30, out.view_mut().reversed_axes(), scratch);
-            assert_eq!(out.t(), expected);
-        }
-        at_every_level!(check);
-    }
-
-    #[test]
-    fn a_row_broadcast_over_all_rows() {
-        for &level in Level::available() {
-            let (row, w) = (array![[1.0, 2.0]], array![[1.0, 10.0, 100.0], [3.0, 30.0, 300.0]]);
-            let mut out = Array2::zeros((5, 3));
-            if let Some(x) = row.broadcast((5, 2)) {
-                let linear = Linear { x, w: w.view().into(), bias: None, start: Start::Zero };
-                f64::kernels(level).linear_block(&linear, 0..5, 0..3, out.view_mut(), &mut Vec::new());
-            }
-            assert!(out.rows().into_iter().all(|row| row == array![7.0, 70.0, 700.0]));
-        }
-    }
-}
+#[path = "gemm_tests.rs"]
+mod tests;

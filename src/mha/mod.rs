@@ -202,7 +202,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// Without it each call does that for itself, or reads the rows where they are, if it has only a few tokens. A call
     /// with 1 to 64 tokens takes 0.5 to 0.9 of the time, one with hundreds about 0.95 (d_model 1024, two threads of a
     /// Zen 3). The copy takes as much memory again as the matrices, which stay readable, and no output changes (with
-    /// weights that a file stores `[out, in]`, up to 12 tokens have the bits that they would have among many).
+    /// weights that a file stores `[out, in]`, up to 24 tokens have the bits that they would have among many).
     ///
     /// The copy is dropped when the weights are changed, by [`MultiHeadAttention::set_weights`] or
     /// [`MultiHeadAttention::parameters_mut`]; what [`MultiHeadAttention::prune_heads`] and the like make has none.
