@@ -182,7 +182,7 @@ impl<T: Element> Block<T> {
     /// # let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
     /// let mut block = Block::new(attention, feed_forward, norms)?;
     /// block.prepack()?;
-    /// assert!(block.attention().is_prepacked() && block.feed_forward().is_prepacked());
+    /// assert!(block.is_prepacked());
     /// # Ok::<(), multihead::Error>(())
     /// ```
     ///
@@ -194,6 +194,23 @@ impl<T: Element> Block<T> {
             cross.prepack()?;
         }
         self.feed_forward.prepack()
+    }
+
+    /// Whether [`Block::prepack`] was called since weights were changed.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// # use multihead::{ndarray::{Array1, Array2}, MultiHeadAttention};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// assert!(!Block::new(attention, feed_forward, norms)?.is_prepacked());
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    pub fn is_prepacked(&self) -> bool {
+        let cross = self.cross.as_ref().is_none_or(|(cross, _)| cross.is_prepacked());
+        self.attention.is_prepacked() && cross && self.feed_forward.is_prepacked()
     }
 
     /// The width of a token.

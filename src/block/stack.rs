@@ -87,7 +87,7 @@ impl<T: Element> Stack<T> {
     /// # let block = Block::new(attention, feed_forward, norms)?;
     /// let mut decoder = Stack::new(vec![block.clone(), block], None)?;
     /// decoder.prepack()?;
-    /// assert!(decoder.blocks().iter().all(|block| block.attention().is_prepacked()));
+    /// assert!(decoder.blocks().iter().all(|block| block.is_prepacked()));
     /// # Ok::<(), multihead::Error>(())
     /// ```
     ///
