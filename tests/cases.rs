@@ -6,6 +6,7 @@
 mod common;
 
 use common::cases::{Case, Fault, Op, Want};
+use common::folder::check_files;
 use common::gradients::gradient_ways;
 use common::{Answer, Call, PATHS, Precision, Via, Way, ways};
 use multihead::ndarray::{Array, ArrayD, Dimension};
@@ -146,21 +147,8 @@ fn ratio(got: &ArrayD<f64>, want: &Want, precision: Precision) -> Result<f64, Fa
 
 fn run(folder: &Path) -> Tally {
     let mut tally = Tally::default();
-    let mut files: Vec<_> = match fs::read_dir(folder) {
-        Ok(entries) => entries.map(|entry| entry.unwrap().path()).collect(),
-        Err(e) => {
-            tally.faults.push(format!("{}: {e}", folder.display()));
-            Vec::new()
-        }
-    };
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "safetensors"));
-    files.sort();
-    for file in &files {
-        let name = file.file_name().unwrap_or_default().to_string_lossy();
-        if let Err(fault) = tally.file(&name, &fs::read(file).unwrap()) {
-            tally.faults.push(format!("{name}: {fault}"));
-        }
-    }
+    let faults = check_files(folder, |name, bytes| tally.file(name, bytes));
+    tally.faults.extend(faults);
     if tally.answers == 0 {
         tally.faults.push(format!("{}: nothing was compared", folder.display()));
     }

@@ -8,6 +8,7 @@
 mod common;
 
 use common::cases::Fault;
+use common::folder::check_files;
 use common::models::{File, Pair, error_of};
 use common::ways;
 use std::collections::HashSet;
@@ -54,21 +55,8 @@ impl Tally {
 
 fn run(folder: &Path) -> Tally {
     let mut tally = Tally::default();
-    let mut files: Vec<_> = match fs::read_dir(folder) {
-        Ok(entries) => entries.map(|entry| entry.unwrap().path()).collect(),
-        Err(e) => {
-            tally.faults.push(format!("{}: {e}", folder.display()));
-            Vec::new()
-        }
-    };
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "safetensors"));
-    files.sort();
-    for file in &files {
-        let name = file.file_name().unwrap_or_default().to_string_lossy();
-        if let Err(fault) = tally.file(&name, &fs::read(file).unwrap()) {
-            tally.faults.push(format!("{name}: {fault}"));
-        }
-    }
+    let faults = check_files(folder, |name, bytes| tally.file(name, bytes));
+    tally.faults.extend(faults);
     if tally.modules == 0 {
         tally.faults.push(format!("{}: nothing was compared", folder.display()));
     }

@@ -18,7 +18,7 @@
 
 use super::dropout::Into;
 use super::exp::{Powers, TOGETHER};
-use super::mods::{BiasRows, Mods, score_mods};
+use super::mods::{BiasRows, Mods, mod_rows};
 use super::real::Real;
 use super::simd::Simd;
 use super::softmax::key_bits;
@@ -26,7 +26,7 @@ use super::step::{Scoring, Visible};
 use super::table::Kernels;
 use super::tile::MAX_ROWS;
 use super::{KEYS, PANEL};
-use num_traits::{Float, One};
+use num_traits::Float;
 use std::ops::Range;
 use std::ptr;
 
@@ -68,16 +68,9 @@ pub(crate) struct Back<T> {
 pub(crate) unsafe fn back<S: Simd>(s: S, a: &Back<S::Elem>) {
     // SAFETY: the contract is handed on; `WHOLE` is chosen only if the range is 0..64.
     unsafe {
-        let mut factor = a.factor;
-        let mut all_visible = a.all_visible;
-        if a.softcap.is_some() || a.bias.is_some() {
-            let Back { first, end, p, visible, bias, softcap, slope, .. } = *a;
-            let mods = Mods { first, end, p, visible, bias, softcap, factor, slope };
-            for row in 0..a.rows {
-                all_visible &= !score_mods(s, &mods, row);
-            }
-            factor = S::Elem::one();
-        }
+        let Back { first, end, p, visible, bias, softcap, factor, slope, .. } = *a;
+        let (factor, hides) = mod_rows(s, &Mods { first, end, p, visible, bias, softcap, factor, slope }, a.rows);
+        let all_visible = a.all_visible && !hides;
         match (all_visible, a.first == 0 && a.end == KEYS) {
             (true, true) => rows::<S, false, true>(s, a, factor),
             (true, false) => rows::<S, false, false>(s, a, factor),

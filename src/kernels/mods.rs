@@ -35,12 +35,30 @@ pub(super) struct Mods<T> {
     pub(super) slope: *mut T,
 }
 
+/// [`score_mods`] of so many rows, if there is a cap or a bias. What turns the numbers into scores from here on, and whether a
+/// bias hid keys.
+///
+/// # Safety
+/// As [`score_mods`], of each row.
+#[inline(always)]
+pub(super) unsafe fn mod_rows<S: Simd>(s: S, a: &Mods<S::Elem>, rows: usize) -> (S::Elem, bool) {
+    if a.softcap.is_none() && a.bias.is_none() {
+        return (a.factor, false);
+    }
+    let mut hides = false;
+    for row in 0..rows {
+        // SAFETY: the contract is handed on.
+        hides |= unsafe { score_mods(s, a, row) };
+    }
+    (S::Elem::one(), hides)
+}
+
 /// Caps the scores of a row, adds the bias, and hides the keys whose bias is -inf. True if there are such keys.
 ///
 /// # Safety
 /// The arrays of [`Mods`] must have its shapes, with a row `row`.
 #[inline(always)]
-pub(super) unsafe fn score_mods<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
+unsafe fn score_mods<S: Simd>(s: S, a: &Mods<S::Elem>, row: usize) -> bool {
     let mut factor = a.factor;
     if let Some(cap) = a.softcap {
         // SAFETY: the contract is handed on.

@@ -17,11 +17,11 @@
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
 
 use super::exp::{Powers, TOGETHER, exp2};
-use super::mods::{BiasRows, Mods, score_mods};
+use super::mods::{BiasRows, Mods, mod_rows};
 use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL};
-use num_traits::{Float, One};
+use num_traits::Float;
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{Ordering, compiler_fence};
@@ -60,16 +60,10 @@ pub(crate) struct Softmax<T> {
 pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
     // SAFETY: the contract is handed on; `WHOLE` is chosen only if the range is 0..64.
     unsafe {
-        let mut factor = a.factor;
-        let mut all_visible = a.all_visible;
-        if a.softcap.is_some() || a.bias.is_some() {
-            let Softmax { first, end, p, visible, bias, softcap, .. } = *a;
-            let mods = Mods { first, end, p, visible, bias, softcap, factor, slope: ptr::null_mut() };
-            for row in 0..a.rows {
-                all_visible &= !score_mods(s, &mods, row);
-            }
-            factor = S::Elem::one();
-        }
+        let Softmax { first, end, p, visible, bias, softcap, factor, .. } = *a;
+        let (factor, hides) =
+            mod_rows(s, &Mods { first, end, p, visible, bias, softcap, factor, slope: ptr::null_mut() }, a.rows);
+        let all_visible = a.all_visible && !hides;
         match (all_visible, a.first == 0 && a.end == KEYS) {
             (true, true) => rows::<S, false, true>(s, a, factor),
             (true, false) => rows::<S, false, false>(s, a, factor),

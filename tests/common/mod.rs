@@ -9,6 +9,7 @@ pub(crate) mod core;
 pub(crate) mod distances;
 #[cfg(feature = "safetensors")]
 pub(crate) mod families;
+pub(crate) mod folder;
 pub(crate) mod gradients;
 pub(crate) mod layer;
 pub(crate) mod layout;
