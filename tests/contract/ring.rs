@@ -106,6 +106,10 @@ fn what_a_ring_has_overwritten_cannot_be_taken_back() {
         assert_eq!((ring.lengths(), (ring.keys().unwrap(), ring.values().unwrap())), (&[300][..], held.clone()));
     }
     ring.truncate(207).unwrap();
+    // Tokens that come after that bring nothing back.
+    let mut on = ring.fork().unwrap();
+    feed(&mut on, &all, 207, &[1]);
+    assert_eq!(on.truncate(206), Err(Error::Overwritten { entry: 0, lowest: 207, got: 206 }));
     let mut whole = KvCache::<f64>::ring(SHAPE).unwrap();
     let want = feed(&mut whole, &all, 0, &[207, 100]).slice(s![.., .., 207.., ..]).to_owned();
     let got = feed(&mut ring, &all, 207, &[100]);
