@@ -296,7 +296,8 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
-    /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head.
+    /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head, and the call takes
+    /// [`Path::Dense`]: its output agrees with that of a call without weights within rounding, not bit for bit.
     ///
     /// ```
     /// use multihead::{attention, ndarray::Array4, Options};

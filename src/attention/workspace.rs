@@ -13,6 +13,10 @@ use std::sync::atomic::AtomicUsize;
 ///
 /// It grows to what the largest call needed and is kept until it is dropped. What it holds never matters.
 ///
+/// A call from a thread outside the rayon pool is handed over by a queue of rayon's own, which allocates every few dozen
+/// calls; inside [`ThreadPool::install`](https://docs.rs/rayon/latest/rayon/struct.ThreadPool.html#method.install) nothing
+/// does.
+///
 /// For each thread of the pool, with `rows` the query rows of a work item and `width` the value width rounded up to 16,
 /// the tiled path takes `rows * (head_dim + width + 17) + 64 * (head_dim + width) + 768` numbers, whatever the lengths.
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64

@@ -105,7 +105,8 @@ impl<'a, T: Element> Call<'a, T> {
     }
 
     /// What every block adds to its queries and keys, and not to its values: `[batch, len, d_model]` or `[len, d_model]`.
-    /// DETR does so with the places in an image and with its object queries.
+    /// DETR does so with the places in an image and with its object queries. (These are numbers to add, not the ids of
+    /// [`Inputs::positions`](crate::Inputs::positions).)
     ///
     /// ```
     /// # use multihead::{block::Call, ndarray::Array2};

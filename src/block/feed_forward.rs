@@ -25,6 +25,9 @@ use crate::mha::Sequence;
 use crate::prepack::{Matrices, Packable};
 
 /// The weights of a [`FeedForward`], stored `[in, out]`, or their gradients.
+///
+/// LLaMA's `gate_proj`, `up_proj` and `down_proj` are `w_gate`, `w_in` and `w_out`; BERT's `intermediate.dense` and
+/// `output.dense` are `w_in` and `w_out`. Files that store `[out, in]` give a transposed view by `reversed_axes()`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FeedForwardWeights<T> {
     /// `[d_model, width]`

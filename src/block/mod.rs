@@ -16,7 +16,8 @@
 //! | those of a stack, and an optimiser | [`Stack::forward_train`], [`Stack::backward`], [`Stack::parameters_mut`] |
 //!
 //! Tokens are `[batch, len, d_model]` or `[len, d_model]`. Embeddings and heads of models are the caller's: a row of a
-//! table and a product. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
+//! table and a product. Blocks and stacks allocate what lies between their parts in each call; layers and the core have
+//! `*_into` functions that do not. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
 
 mod activation;
 mod call;

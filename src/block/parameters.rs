@@ -161,7 +161,7 @@ impl<T: Element> Block<T> {
     }
 
     /// All parameters to write to, each with its gradient and its name, for an optimiser. [`Stack::parameters_mut`] shows
-    /// one.
+    /// one. Copies by [`Block::prepack`] are dropped, whatever is written.
     ///
     /// ```
     /// use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};

@@ -1,19 +1,4 @@
-//! Where the tensors of an attention layer are in a checkpoint, family by family.
-//!
-//! | constructor | names after the prefix | stored |
-//! | --- | --- | --- |
-//! | [`Layout::torch`] | `in_proj_weight`, `in_proj_bias`, `out_proj` | `[out, in]`, fused in blocks |
-//! | [`Layout::torch_separate`] | `q_proj_weight`, .., `in_proj_bias`, `out_proj` | `[out, in]`, biases fused in blocks |
-//! | [`Layout::bert`] | `self.query`, `self.key`, `self.value`, `output.dense` | `[out, in]` |
-//! | [`Layout::gpt2`] | `c_attn`, `c_proj` | `[in, out]`, fused in blocks |
-//! | [`Layout::gpt_bigcode`] | `c_attn`, `c_proj` | `[out, in]`, fused in groups |
-//! | [`Layout::gpt_neox`] | `query_key_value`, `dense` | `[out, in]`, fused in groups, rows for half-split RoPE |
-//! | [`Layout::falcon`] | `query_key_value`, `dense` | `[out, in]`, fused in groups, rows for half-split RoPE |
-//! | [`Layout::llama`] | `q_proj`, `k_proj`, `v_proj`, `o_proj`; `q_norm`, `k_norm`, `sinks` | `[out, in]`, rows for half-split RoPE |
-//! | [`Layout::gemma3`] | as LLaMA | as LLaMA, norms less 1 |
-//! | [`Layout::llama_meta`] | `wq`, `wk`, `wv`, `wo` | `[out, in]`, rows for interleaved RoPE |
-//! | [`Layout::t5`] | `q`, `k`, `v`, `o`; `relative_attention_bias` | `[out, in]` |
-//! | [`Layout::vit`], [`Layout::detr`] | `q_proj`, `k_proj`, `v_proj`, `o_proj` | `[out, in]` |
+//! Where the tensors of an attention layer are in a checkpoint, family by family: the table stands in [`crate::io`].
 
 use crate::position::RopeStyle;
 
@@ -51,9 +36,10 @@ pub(super) enum Parts {
 /// constructors are what the families' own files look like; [`Layout::separate`] and [`Layout::fused`] describe any other.
 ///
 /// ```
-/// use multihead::{io::{Layout, TensorMap, Tensors}, MultiHeadAttention};
-/// // A layer of LLaMA's shape, as a file has it.
-/// let builder = MultiHeadAttention::<f32>::builder(32, 4).num_kv_heads(2);
+/// use multihead::{io::{Layout, TensorMap, Tensors}, MultiHeadAttention, Rope, RopeStyle};
+/// // A layer of LLaMA's shape, as a file has it. Of positions a file says nothing: without RoPE it would load, and be wrong.
+/// let rope = Rope::new(RopeStyle::HalfSplit, 500_000.0);
+/// let builder = MultiHeadAttention::<f32>::builder(32, 4).num_kv_heads(2).rope(rope);
 /// let layout = Layout::llama("model.layers.0.self_attn");
 /// let mut tensors = TensorMap::new();
 /// layout.save(&builder.clone().seed(1).build()?, &mut tensors)?;

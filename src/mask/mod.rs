@@ -93,7 +93,8 @@ impl Mask {
         Self::default()
     }
 
-    /// `j <= i + n - q_len`: the last query sees the last valid key (n is the end of the entry's key range).
+    /// `j <= i + n - q_len`: the last query sees the last valid key (n is the end of the entry's key range). Where queries are
+    /// padded at their end, see [`Mask::key_lengths`].
     ///
     /// ```
     /// # use multihead::Mask;
@@ -159,6 +160,9 @@ impl Mask {
 
     /// The first `lengths[b]` keys of batch entry b are valid, the rest is padding and is never read.
     ///
+    /// For causal self-attention over such a batch combine it with [`Mask::causal_top_left`], or with [`Mask::causal`] and
+    /// [`Mask::query_lengths`]: `causal` alone aligns the last query, padding though it is, with the last valid key.
+    ///
     /// ```
     /// # use multihead::Mask;
     /// assert_eq!(Mask::key_lengths(&[2]).bind(1, 1, 1, 4)?.to_string(), "1 1 0 0\n");
@@ -204,8 +208,9 @@ impl Mask {
     /// those of the sequences, in every batch entry; their sum is the number of queries and of keys.
     ///
     /// A batch of sequences of unlike lengths is one entry of all their tokens then, and nothing is computed for padding.
-    /// The position of a token counts from the first sequence on, so layers with positions of their own (RoPE) are told
-    /// those within the sequence by the call.
+    /// The position of a token counts from the first sequence on. Layers that read positions can be told those within the
+    /// sequence by [`Inputs::positions`](crate::Inputs::positions); for RoPE, ALiBi and learned distances, which go by
+    /// differences, that changes no more than roundings.
     ///
     /// ```
     /// use multihead::Mask;

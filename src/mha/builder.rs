@@ -340,7 +340,7 @@ impl<T: Element> Builder<T> {
         self
     }
 
-    /// Seed of the initial weights.
+    /// Seed of the initial weights, 0 if it is not given: layers of a model need one each, or they begin alike.
     ///
     /// ```
     /// # use multihead::MultiHeadAttention;
@@ -354,7 +354,7 @@ impl<T: Element> Builder<T> {
         self
     }
 
-    /// How the initial weights are drawn.
+    /// How the initial weights are drawn, [`Init::XavierUniform`] if it is not said.
     ///
     /// ```
     /// use multihead::{Init, MultiHeadAttention};

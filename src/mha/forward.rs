@@ -232,7 +232,8 @@ impl<T: Element> MultiHeadAttention<T> {
     /// Attention with everything that a call can ask for: other keys and values, bias, weights, path. The output has a
     /// batch axis, of length 1 for inputs without one.
     ///
-    /// The layer's own scale, softcap, head map and sinks hold; those of `options` are for the functional core.
+    /// The layer's own rules hold: `scale`, `softcap`, `heads`, `sinks`, `alibi`, `relative_bias` and `relative_keys` of
+    /// `options` are for the functional core and are not read here.
     ///
     /// ```
     /// use multihead::{ndarray::Array3, Inputs, Mask, MultiHeadAttention, Options};

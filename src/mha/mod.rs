@@ -200,12 +200,16 @@ impl<T: Element> MultiHeadAttention<T> {
     /// Copies the four projections into the order in which products read them, for many calls with the same weights.
     ///
     /// Without it each call does that for itself, or reads the rows where they are, if it has only a few tokens. A call
-    /// with 1 to 64 tokens takes 0.5 to 0.9 of the time, one with hundreds about 0.95 (d_model 1024, two threads of a
-    /// Zen 3). The copy takes as much memory again as the matrices, which stay readable, and no output changes (with
-    /// weights that a file stores `[out, in]`, up to 24 tokens have the bits that they would have among many).
+    /// with 1 to 16 tokens takes 0.5 to 0.8 of the time, one with 64 about 0.9, one with hundreds 0.95 to 1 (d_model 1024,
+    /// two threads of a Zen 3); packing takes as long as a few calls. The copy takes as much memory again as the matrices,
+    /// which stay readable.
     ///
-    /// The copy is dropped when the weights are changed, by [`MultiHeadAttention::set_weights`] or
-    /// [`MultiHeadAttention::parameters_mut`]; what [`MultiHeadAttention::prune_heads`] and the like make has none.
+    /// Outputs have the bits that they have with weights that lie in memory as `[in, out]`. Those that lie there as
+    /// `[out, in]` (from most files, see [`Builder::load`]) give calls of up to 24 tokens other roundings without a copy.
+    ///
+    /// [`MultiHeadAttention::set_weights`] and [`MultiHeadAttention::parameters_mut`] drop the copy, so it pays in between
+    /// if there are many calls; `forward_train` reads it too. A clone has a copy of its own, and `==` does not ask for one;
+    /// what [`MultiHeadAttention::prune_heads`] and the like make has none.
     ///
     /// ```
     /// use multihead::{ndarray::Array2, Mask, MultiHeadAttention};
@@ -239,7 +243,8 @@ impl<T: Element> MultiHeadAttention<T> {
         self.weights.is_prepacked()
     }
 
-    /// All weights, biases and sinks, each with its gradient and by the name of its field, for an optimiser.
+    /// All weights, biases and sinks, each with its gradient and by the name of its field, for an optimiser. A copy by
+    /// [`MultiHeadAttention::prepack`] is dropped.
     ///
     /// SGD is `w.scaled_add(-rate, &d_w)`. This is Adam (Kingma and Ba 2015, <https://arxiv.org/abs/1412.6980>):
     ///

@@ -1,14 +1,13 @@
 //! Where a token stands, and how queries and keys come to know it.
 //!
-//! | file | what it is |
+//! | | |
 //! | --- | --- |
-//! | `ids.rs` | [`Positions`]: the positions of the tokens of a call |
-//! | `rope.rs` | [`Rope`]: which columns of a head turn, and how fast |
-//! | `scaling.rs` | [`RopeScaling`]: slower turns for texts longer than those of the training |
-//! | `rotate.rs` | the rotation itself, there and back |
-//! | `alibi.rs` | [`Alibi`]: a bias that falls with the distance |
-//! | `relative.rs` | [`Buckets`] of distances, for a learned bias |
-//! | `sinusoidal.rs` | [`sinusoidal`] tables, which are added to the inputs of a model |
+//! | [`Positions`] | the positions of the tokens of a call |
+//! | [`Rope`] | which columns of a head turn, and how fast |
+//! | [`RopeScaling`] | slower turns for texts longer than those of the training |
+//! | [`Alibi`] | a bias that falls with the distance |
+//! | [`Buckets`] | ranges of distances, for a learned bias |
+//! | [`sinusoidal`] | tables that are added to the inputs of a model |
 
 mod alibi;
 mod ids;

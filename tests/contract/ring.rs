@@ -93,6 +93,21 @@ fn what_has_left_the_window_never_matters() {
 }
 
 #[test]
+fn windows_of_every_size_see_what_they_should() {
+    let all = tokens(300);
+    let [q, k, v] = &all;
+    for window in [1, 2, 64, 65, 66, 129, 300] {
+        let mask = Mask::causal() & Mask::last_n(window);
+        let want = attention::forward(q, k, v, &Options::new().mask(&mask)).unwrap().context;
+        for chunks in [&[300][..], &[1; 300], &[70, 1, 129, 100]] {
+            let mut ring = KvCache::<f64>::ring(CacheShape { capacity: window, ..SHAPE }).unwrap();
+            let got = feed(&mut ring, &all, 0, chunks);
+            assert!(got.iter().zip(&want).all(|(&got, &want)| is_near(got, want, 1e-12)), "{window}: {chunks:?}");
+        }
+    }
+}
+
+#[test]
 fn what_a_ring_has_overwritten_cannot_be_taken_back() {
     let all = tokens(400);
     let mut ring = KvCache::<f64>::ring(SHAPE).unwrap();

@@ -9,7 +9,11 @@ use crate::mha::MultiHeadAttention;
 impl<T: Element> Builder<T> {
     /// A layer with the weights of a file, wherever the layout says that they are. `F32`, `F16` and `BF16` tensors make
     /// layers of `f32` and `f64`, `F64` tensors those of `f64`; nothing is rounded. Biases, norms and sinks are there if
-    /// the file has them. Those that the builder asks for have to be there.
+    /// the file has them. Those that the builder asks for have to be there. What a file does not say is the builder's:
+    /// above all RoPE, without which a layer of LLaMA's loads and has no positions.
+    ///
+    /// Matrices are `[in, out]` and lie in memory as they lie in the file; products of few tokens depend on that in their
+    /// last bits, see [`MultiHeadAttention::prepack`].
     ///
     /// ```
     /// use multihead::{io::{Layout, TensorMap, Tensors}, MultiHeadAttention, Rope, RopeStyle};
