@@ -29,7 +29,7 @@
 //! | positions of tokens | [`Builder::rope`] (with [`Builder::qk_norm`]), [`Inputs::offset`]; [`Builder::alibi`], [`Builder::relative_bias`], [`Builder::relative_keys`]; [`position`] |
 //! | token by token, with a cache | [`MultiHeadAttention::decode`] with a [`KvCache`], [`attention::extend`], [`attention::decode`] |
 //! | many calls with the same weights | [`MultiHeadAttention::prepack`], [`block::Stack::prepack`] |
-//! | no allocation from call to call | the `*_into` functions of layers and of [`attention`] with a [`Workspace`] |
+//! | no allocation from call to call | the `*_into` functions of layers, blocks, stacks and [`attention`] with a [`Workspace`] |
 //! | what a call costs | [`Config::flops`], [`Config::parameters`], [`Config::cache_bytes`] |
 //! | what a head looks at | [`MultiHeadAttention::head_statistics`], pictures by [`inspect::HeatMaps`]; [`inspect`] |
 //! | other heads in a layer | [`MultiHeadAttention::gate`], [`MultiHeadAttention::prune_heads`], [`MultiHeadAttention::pool_kv_heads`] |

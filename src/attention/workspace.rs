@@ -2,6 +2,7 @@
 
 use super::problem::{Dims, Rules};
 use super::tables_backward::{PairSums, TableRoom};
+use crate::block::Room;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, RowKey, aligned, reserve};
@@ -34,7 +35,8 @@ use std::sync::atomic::AtomicUsize;
 /// `batch * (q_len * num_heads + kv_len * num_kv_heads) * (head_dim + value_dim)` numbers, and for each thread a block of
 /// packed weights; with RoPE, `len * dims` numbers for the angles of the positions and `66 * dims` numbers of `f64` that
 /// they are made from. Training takes as many numbers again for the gradients of projections and context, and keeps
-/// the memory of differentiated [`Tape`](crate::Tape)s for the next ones.
+/// the memory of differentiated [`Tape`](crate::Tape)s for the next ones. A [`Block`](crate::block::Block) or
+/// [`Stack`](crate::block::Stack) keeps its tokens three times, and the hidden numbers of a feed-forward block.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};
@@ -58,6 +60,8 @@ pub struct Workspace<T> {
     pub(crate) lengths: Vec<usize>,
     /// What a layer keeps between its projections.
     pub(crate) layer: LayerBuffers<T>,
+    /// What a block keeps between its parts.
+    pub(crate) block: Room<T>,
 }
 
 /// What a layer keeps from call to call, token by token.
@@ -94,6 +98,7 @@ impl<T: Element> Workspace<T> {
             states: Vec::new(),
             lengths: Vec::new(),
             layer: LayerBuffers::default(),
+            block: Room::default(),
         }
     }
 

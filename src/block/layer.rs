@@ -1,11 +1,11 @@
 //! An encoder or decoder layer: attention, cross-attention if there is any, and the feed-forward block, each with a norm and
 //! a residual. The formulas stand in [`crate::block`].
 
-use ndarray::{Array, Array3, ArrayRef, ArrayView3, Axis};
+use ndarray::{Array, Array3, ArrayRef, ArrayView3, ArrayViewMut3, Axis};
 
 use super::call::Call;
 use super::feed_forward::{self, FeedForward};
-use super::norm::{Norm, add, copied};
+use super::norm::{Norm, add, copied, copied_to, put};
 use super::train::Kept;
 use crate::attention::{Options, Workspace};
 use crate::cache::KvCache;
@@ -82,13 +82,13 @@ pub struct BlockCache<T: Element> {
     pub memory: Option<KvCache<T>>,
 }
 
-/// Memory that blocks of one stack share.
+/// Memory that blocks of one stack share, and that a workspace keeps from call to call.
 #[derive(Debug, Default)]
-pub(super) struct Room<T> {
-    workspace: Workspace<T>,
+pub(crate) struct Room<T> {
     feed_forward: feed_forward::Room<T>,
     normed: Vec<T>,
     update: Vec<T>,
+    pub(super) tokens: Vec<T>,
 }
 
 /// What a walk through a block does besides.
@@ -270,16 +270,51 @@ impl<T: Element> Block<T> {
     /// [`Error::Shape`] for arrays that do not fit the block or each other, [`Error::Value`] if there is cross-attention
     /// and no memory or the other way round, and what [`MultiHeadAttention::attend`] refuses.
     pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, call: &Call<'_, T>) -> Result<Array<T, D>> {
-        let mut tokens = self.begin(D::batched(x), call)?;
-        self.run(&mut tokens, call, Walk::Forward, &mut Room::default())?;
+        let mut tokens = self.begin(D::batched(x), call, Vec::new())?;
+        self.run(&mut tokens, call, Walk::Forward, &mut Workspace::new())?;
         Ok(D::unbatched(tokens))
     }
 
+    /// [`Block::forward`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
+    /// calls after the first allocate nothing, unless the call has positions to add.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, MultiHeadAttention, Workspace};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norm = || Norm::rms(Array1::ones(16), 1e-6);
+    /// # let norms = Norms::Pre { attention: norm()?, feed_forward: norm()? };
+    /// let block = Block::new(attention, feed_forward, norms)?;
+    /// let (x, mut y) = (Array3::ones((2, 5, 16)), Array3::zeros((2, 5, 16)));
+    /// block.forward_into(&x, &Call::new(), &mut y, &mut Workspace::new())?;
+    /// assert_eq!(y, block.forward(&x, &Call::new())?);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Block::forward`], and [`Error::Shape`] for an output of other lengths. Nothing is written then.
+    pub fn forward_into<D: Sequence>(
+        &self,
+        x: &ArrayRef<T, D>,
+        call: &Call<'_, T>,
+        output: &mut ArrayRef<T, D>,
+        workspace: &mut Workspace<T>,
+    ) -> Result<()> {
+        let (x, output) = (D::batched(x), D::batched_mut(output));
+        check_output(&output, x)?;
+        let mut tokens = self.begin(x, call, std::mem::take(&mut workspace.block.tokens))?;
+        self.run(&mut tokens, call, Walk::Forward, workspace)?;
+        put(tokens, output, &mut workspace.block.tokens);
+        Ok(())
+    }
+
     /// Checks the tokens and copies them: the walk is in place.
-    pub(super) fn begin(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>) -> Result<Array3<T>> {
+    pub(super) fn begin(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>, memory: Vec<T>) -> Result<Array3<T>> {
         call.check(x)?;
         check_shape("x", "[batch, len, d_model]", [None, None, Some(self.d_model())], x.shape())?;
-        copied("x", x)
+        copied_to(memory, "x", x)
     }
 
     /// The norm of attention, and those of cross-attention and feed-forward where they have their own.
@@ -326,7 +361,7 @@ impl<T: Element> Block<T> {
         x: &mut Array3<T>,
         call: &Call<'_, T>,
         walk: Walk<'_, T>,
-        room: &mut Room<T>,
+        workspace: &mut Workspace<T>,
     ) -> Result<()> {
         let (mut cache, mut kept, mut recordings) = match walk {
             Walk::Forward => (None, None, None),
@@ -343,8 +378,8 @@ impl<T: Element> Block<T> {
             }
             Ok(())
         };
-        let Room { workspace, feed_forward, normed, update } = room;
-        let array = |name, memory: &mut Vec<T>| reused(name, "[batch, len, d_model]", x.dim(), std::mem::take(memory));
+        let Room { feed_forward: mut hidden, normed, update, tokens } = std::mem::take(&mut workspace.block);
+        let array = |name, memory: Vec<T>| reused(name, "[batch, len, d_model]", x.dim(), memory);
         let (mut input, mut output) = (array("normed", normed)?, array("update", update)?);
         let mut attend = |input: &Array3<T>, output: &mut Array3<T>, workspace: &mut Workspace<T>| {
             let placed = call.of_tokens(input.view())?;
@@ -370,7 +405,7 @@ impl<T: Element> Block<T> {
                     norm.fill(&mut input, x);
                 }
                 add(x, &output);
-                self.feed_forward.run(input.view(), output.view_mut(), feed_forward)?;
+                self.feed_forward.run(input.view(), output.view_mut(), &mut hidden)?;
                 add(x, &output);
             }
             Norms::Pre { attention, feed_forward: second } | Norms::Post { attention, feed_forward: second } => {
@@ -410,13 +445,11 @@ impl<T: Element> Block<T> {
                         }
                     })?;
                 }
-                part(second, &mut |input, output| {
-                    self.feed_forward.run(input.view(), output.view_mut(), feed_forward)
-                })?;
+                part(second, &mut |input, output| self.feed_forward.run(input.view(), output.view_mut(), &mut hidden))?;
             }
         }
-        *normed = input.into_raw_vec_and_offset().0;
-        *update = output.into_raw_vec_and_offset().0;
+        let [normed, update] = [input, output].map(|array| array.into_raw_vec_and_offset().0);
+        workspace.block = Room { feed_forward: hidden, normed, update, tokens };
         Ok(())
     }
 }
@@ -448,6 +481,12 @@ fn step<'a, T: Element>(call: &Call<'a, T>) -> Options<'a, T> {
         Some(_) => call.of_attention(),
         None => call.of_attention().mask(&CAUSAL),
     }
+}
+
+/// Whether the caller's array has the shape of the tokens.
+pub(super) fn check_output<T>(output: &ArrayViewMut3<'_, T>, x: ArrayView3<'_, T>) -> Result<()> {
+    let (batch, len, d_model) = x.dim();
+    check_shape("output", "[batch, len, d_model]", [Some(batch), Some(len), Some(d_model)], output.shape())
 }
 
 pub(super) fn no_memory() -> Error {

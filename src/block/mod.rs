@@ -16,8 +16,8 @@
 //! | those of a stack, and an optimiser | [`Stack::forward_train`], [`Stack::backward`], [`Stack::parameters_mut`] |
 //!
 //! Tokens are `[batch, len, d_model]` or `[len, d_model]`. Embeddings and heads of models are the caller's: a row of a
-//! table and a product. Blocks and stacks allocate what lies between their parts in each call; layers and the core have
-//! `*_into` functions that do not. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
+//! table and a product. The `*_into` functions of blocks and stacks allocate nothing from call to call, unless positions
+//! are added to the tokens. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
 
 mod activation;
 mod call;
@@ -32,6 +32,7 @@ pub use activation::Activation;
 pub(crate) use activation::{Part, activate};
 pub use call::Call;
 pub use feed_forward::{FeedForward, FeedForwardGradients, FeedForwardWeights};
+pub(crate) use layer::Room;
 pub use layer::{Block, BlockCache, Norms};
 pub use norm::{Norm, NormGradients, NormWeights};
 pub use parameters::{BlockNorms, BlockWeights, StackWeights};

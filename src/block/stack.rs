@@ -3,10 +3,11 @@
 use ndarray::{Array, Array3, ArrayRef, ArrayView3};
 
 use super::call::Call;
-use super::layer::{Block, BlockCache, Room, Walk};
-use super::norm::{Norm, copied};
+use super::layer::{Block, BlockCache, Walk, check_output};
+use super::norm::{Norm, copied, copied_to, put};
 use super::parameters::{StackWeights, check_gradients};
 use super::train::{Back, BlockGradients, Kept, Shared, StackGradients, WayBack};
+use crate::attention::Workspace;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::NormInput;
@@ -152,9 +153,41 @@ impl<T: Element> Stack<T> {
     /// # Errors
     /// As [`Block::forward`].
     pub fn forward<D: Sequence>(&self, x: &ArrayRef<T, D>, call: &Call<'_, T>) -> Result<Array<T, D>> {
-        let mut tokens = self.walk(D::batched(x), call, self.blocks.iter().map(|_| Walk::Forward).collect())?;
-        self.finish(&mut tokens);
-        Ok(D::unbatched(tokens))
+        Ok(D::unbatched(self.forwarded(D::batched(x), call, &mut Workspace::new())?))
+    }
+
+    /// [`Stack::forward`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
+    /// calls after the first allocate nothing, unless the call has positions to add.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2, Array3}, MultiHeadAttention, Workspace};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let encoder = Stack::new(vec![block.clone(), block], None)?;
+    /// let (x, mut y) = (Array3::ones((2, 5, 16)), Array3::zeros((2, 5, 16)));
+    /// encoder.forward_into(&x, &Call::new(), &mut y, &mut Workspace::new())?;
+    /// assert_eq!(y, encoder.forward(&x, &Call::new())?);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Block::forward_into`].
+    pub fn forward_into<D: Sequence>(
+        &self,
+        x: &ArrayRef<T, D>,
+        call: &Call<'_, T>,
+        output: &mut ArrayRef<T, D>,
+        workspace: &mut Workspace<T>,
+    ) -> Result<()> {
+        let (x, output) = (D::batched(x), D::batched_mut(output));
+        check_output(&output, x)?;
+        let tokens = self.forwarded(x, call, workspace)?;
+        put(tokens, output, &mut workspace.block.tokens);
+        Ok(())
     }
 
     /// [`Stack::forward`] for training: the output, which has the shape of `x`, and the tape that [`Stack::backward`] goes
@@ -184,7 +217,9 @@ impl<T: Element> Stack<T> {
         call: &Call<'a, T>,
     ) -> Result<(Array<T, D>, StackTape<'a, T>)> {
         let mut blocks: Vec<Kept<T>> = self.blocks.iter().map(|_| Kept::default()).collect();
-        let mut tokens = self.walk(D::batched(x), call, blocks.iter_mut().map(Walk::Train).collect())?;
+        let workspace = &mut Workspace::new();
+        let tokens = self.begin(D::batched(x), call, workspace)?;
+        let mut tokens = self.walk(tokens, call, blocks.iter_mut().map(Walk::Train), workspace)?;
         let before_norm = self.norm.as_ref().map(|_| copied("tape", tokens.view())).transpose()?;
         self.finish(&mut tokens);
         Ok((D::unbatched(tokens), StackTape { call: call.clone(), blocks, before_norm }))
@@ -377,26 +412,89 @@ impl<T: Element> Stack<T> {
         call: &Call<'_, T>,
         caches: &mut [BlockCache<T>],
     ) -> Result<Array<T, D>> {
-        self.check_count(caches)?;
-        let mut tokens = self.walk(D::batched(x), call, caches.iter_mut().map(Walk::Decode).collect())?;
-        self.finish(&mut tokens);
-        Ok(D::unbatched(tokens))
+        Ok(D::unbatched(self.decoded(D::batched(x), call, caches, &mut Workspace::new())?))
     }
 
-    /// The walk through all blocks.
-    fn walk(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>, mut walks: Vec<Walk<'_, T>>) -> Result<Array3<T>> {
+    /// [`Stack::decode`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
+    /// steps after the first allocate nothing, unless the call has positions to add.
+    ///
+    /// ```
+    /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
+    /// # use multihead::{ndarray::{Array1, Array2}, MultiHeadAttention, Workspace};
+    /// # let attention = MultiHeadAttention::<f32>::builder(16, 4).build()?;
+    /// # let weights = FeedForwardWeights::new(Array2::ones((16, 64)), Array2::ones((64, 16)));
+    /// # let feed_forward = FeedForward::new(weights, Activation::Gelu)?;
+    /// # let norms = Norms::Parallel { attention: Norm::rms(Array1::ones(16), 1e-6)?, feed_forward: None };
+    /// # let block = Block::new(attention, feed_forward, norms)?;
+    /// let decoder = Stack::new(vec![block], None)?;
+    /// let (mut cache, mut workspace) = (decoder.cache(1, 100)?, Workspace::new());
+    /// let (token, mut next) = (Array2::ones((1, 16)), Array2::zeros((1, 16)));
+    /// for _ in 0..10 {
+    ///     decoder.decode_into(&token, &Call::new(), &mut cache, &mut next, &mut workspace)?;
+    /// }
+    /// assert_eq!(cache[0].tokens.lengths(), [10]);
+    /// # Ok::<(), multihead::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Stack::decode`], and [`Error::Shape`] for an output of other lengths. Nothing is written then.
+    pub fn decode_into<D: Sequence>(
+        &self,
+        x: &ArrayRef<T, D>,
+        call: &Call<'_, T>,
+        caches: &mut [BlockCache<T>],
+        output: &mut ArrayRef<T, D>,
+        workspace: &mut Workspace<T>,
+    ) -> Result<()> {
+        let (x, output) = (D::batched(x), D::batched_mut(output));
+        check_output(&output, x)?;
+        let tokens = self.decoded(x, call, caches, workspace)?;
+        put(tokens, output, &mut workspace.block.tokens);
+        Ok(())
+    }
+
+    fn forwarded(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>, workspace: &mut Workspace<T>) -> Result<Array3<T>> {
+        let tokens = self.begin(x, call, workspace)?;
+        let mut tokens = self.walk(tokens, call, std::iter::repeat_with(|| Walk::Forward), workspace)?;
+        self.finish(&mut tokens);
+        Ok(tokens)
+    }
+
+    fn decoded(
+        &self,
+        x: ArrayView3<'_, T>,
+        call: &Call<'_, T>,
+        caches: &mut [BlockCache<T>],
+        workspace: &mut Workspace<T>,
+    ) -> Result<Array3<T>> {
+        self.check_count(caches)?;
+        let tokens = self.begin(x, call, workspace)?;
+        for (index, (block, cache)) in self.blocks.iter().zip(caches.iter_mut()).enumerate() {
+            block.check_decode(&tokens, &call.at(index), cache)?;
+        }
+        let mut tokens = self.walk(tokens, call, caches.iter_mut().map(Walk::Decode), workspace)?;
+        self.finish(&mut tokens);
+        Ok(tokens)
+    }
+
+    /// Checks the tokens and copies them: the walk is in place.
+    fn begin(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>, workspace: &mut Workspace<T>) -> Result<Array3<T>> {
         let d_model = self.blocks.first().map(Block::d_model);
         check_shape("x", "[batch, len, d_model]", [None, None, d_model], x.shape())?;
         call.check(x)?;
-        let mut tokens = copied("x", x)?;
-        for (index, (block, walk)) in self.blocks.iter().zip(&mut walks).enumerate() {
-            if let Walk::Decode(cache) = walk {
-                block.check_decode(&tokens, &call.at(index), cache)?;
-            }
-        }
-        let mut room = Room::default();
+        copied_to(std::mem::take(&mut workspace.block.tokens), "x", x)
+    }
+
+    /// The walk through all blocks.
+    fn walk<'w>(
+        &self,
+        mut tokens: Array3<T>,
+        call: &Call<'_, T>,
+        walks: impl Iterator<Item = Walk<'w, T>>,
+        workspace: &mut Workspace<T>,
+    ) -> Result<Array3<T>> {
         for (index, (block, walk)) in self.blocks.iter().zip(walks).enumerate() {
-            block.run(&mut tokens, &call.at(index), walk, &mut room)?;
+            block.run(&mut tokens, &call.at(index), walk, workspace)?;
         }
         Ok(tokens)
     }

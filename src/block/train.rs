@@ -15,7 +15,7 @@ use ndarray::{Array, Array3, ArrayRef};
 
 use super::call::Call;
 use super::feed_forward::{self, Passed};
-use super::layer::{Block, Norms, Room, Walk, no_memory};
+use super::layer::{Block, Norms, Walk, no_memory};
 use super::norm::{self, Norm, NormWeights, copied};
 use super::parameters::{BlockWeights, StackWeights, check_gradients};
 use crate::attention::Workspace;
@@ -217,9 +217,9 @@ impl<T: Element> Block<T> {
         x: &ArrayRef<T, D>,
         call: &Call<'a, T>,
     ) -> Result<(Array<T, D>, BlockTape<'a, T>)> {
-        let mut tokens = self.begin(D::batched(x), call)?;
+        let mut tokens = self.begin(D::batched(x), call, Vec::new())?;
         let mut kept = Kept::default();
-        self.run(&mut tokens, call, Walk::Train(&mut kept), &mut Room::default())?;
+        self.run(&mut tokens, call, Walk::Train(&mut kept), &mut Workspace::new())?;
         Ok((D::unbatched(tokens), BlockTape { call: call.clone(), kept }))
     }
 

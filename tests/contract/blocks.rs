@@ -6,7 +6,7 @@ use crate::common::blocks::{
 };
 use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
 use multihead::ndarray::{Array3, s};
-use multihead::{Inputs, Mask, MultiHeadAttention, Options};
+use multihead::{Inputs, Mask, MultiHeadAttention, Options, Workspace};
 
 /// The block by hand.
 fn plain(form: Form, seed: u64, x: &Array3<f64>, memory: Option<&Array3<f64>>, mask: &Mask) -> Array3<f64> {
@@ -65,6 +65,49 @@ fn tokens_without_a_batch_and_of_any_strides_give_the_same() {
     assert_eq!(block.forward(&x, &Call::new()).unwrap(), want);
     assert_eq!(block.forward(&x.slice(s![1, .., ..]), &Call::new()).unwrap(), want.slice(s![1, .., ..]));
     assert_eq!(block.forward(&Array3::zeros((0, 5, D_MODEL)), &Call::new()).unwrap().shape(), [0, 5, D_MODEL]);
+}
+
+#[test]
+fn arrays_of_the_caller_get_what_is_returned() {
+    let memory = numbers(8, (2, 4, MEMORY_WIDTH));
+    let causal = Mask::causal();
+    // What another stack left there does not matter.
+    let mut workspace = Workspace::new();
+    for recipe in Recipe::all() {
+        let call = Call::new().mask(&causal);
+        let call = if recipe.has_cross { call.memory(&memory) } else { call };
+        let (block, stack) = (block(recipe, 1), stack(recipe));
+        for len in [5, 3] {
+            let x = numbers(7, (2, len, D_MODEL));
+            let mut wide = Array3::from_elem((2, len, 2 * D_MODEL), f64::NAN);
+            let mut y = wide.slice_mut(s![.., .., ..;-2]);
+            block.forward_into(&x, &call, &mut y, &mut workspace).unwrap();
+            assert_eq!(y, block.forward(&x, &call).unwrap(), "{recipe:?}");
+            y.fill(f64::NAN);
+            stack.forward_into(&x, &call, &mut y, &mut workspace).unwrap();
+            assert_eq!(y, stack.forward(&x, &call).unwrap(), "{recipe:?}");
+            assert!(wide.slice(s![.., .., ..;2]).iter().all(|x| x.is_nan()), "only what was given is written");
+        }
+
+        let mut caches = [stack.cache(2, 5).unwrap(), stack.cache(2, 5).unwrap()];
+        for cache in caches.iter_mut().filter(|_| recipe.has_cross) {
+            stack.cache_memory(&call, cache).unwrap();
+        }
+        let [cache, other] = &mut caches;
+        for len in [3, 1] {
+            let (x, mut y) = (numbers(9, (2, len, D_MODEL)), Array3::from_elem((2, len, D_MODEL), f64::NAN));
+            stack.decode_into(&x, &Call::new(), cache, &mut y, &mut workspace).unwrap();
+            assert_eq!(y, stack.decode(&x, &Call::new(), other).unwrap(), "{recipe:?}");
+        }
+
+        let (x, mut y) = (numbers(9, (2, 1, D_MODEL)), Array3::from_elem((2, 2, D_MODEL), 7.0));
+        let text = "output: expected [batch, len, d_model] = [2, 1, 6], got [2, 2, 6]";
+        assert_eq!(block.forward_into(&x, &call, &mut y, &mut workspace).unwrap_err().to_string(), text);
+        assert_eq!(stack.forward_into(&x, &call, &mut y, &mut workspace).unwrap_err().to_string(), text);
+        let error = stack.decode_into(&x, &Call::new(), cache, &mut y, &mut workspace).unwrap_err();
+        assert_eq!((error.to_string(), cache[0].tokens.lengths()), (text.to_owned(), &[4, 4][..]));
+        assert!(y.iter().all(|&y| y == 7.0));
+    }
 }
 
 #[test]

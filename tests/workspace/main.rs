@@ -8,6 +8,7 @@
 // A counting allocator cannot be written without it.
 #![allow(unsafe_code)]
 
+mod blocks;
 #[path = "../common/mod.rs"]
 mod common;
 mod decode;
