@@ -359,6 +359,9 @@ impl<T: Element> FeedForward<T> {
         d_weights: &mut FeedForwardWeights<T>,
         room: &mut Room<T>,
     ) -> Result<()> {
+        if x.is_empty() {
+            return Ok(());
+        }
         let FeedForwardWeights { w_in, b_in, w_gate, b_gate, w_out, .. } = &*self.weights;
         let (batch, len, _) = x.dim();
         let shape = (batch, len, w_in.ncols());
@@ -426,6 +429,10 @@ impl<T: Element> FeedForward<T> {
     /// lies between the products stays in the cache.
     pub(super) fn run(&self, x: ArrayView3<'_, T>, y: ArrayViewMut3<'_, T>, room: &mut Room<T>) -> Result<()> {
         let (batch, len, d_model) = x.dim();
+        // Tokens without numbers take no memory: there may be any number of them.
+        if x.is_empty() {
+            return Ok(());
+        }
         let tokens = batch * len;
         let parts = tokens.div_ceil((MOST_HIDDEN / self.weights.w_in.ncols().max(1)).max(FEWEST_TOKENS));
         if parts <= 1 || !(x.is_standard_layout() && y.is_standard_layout()) {

@@ -183,9 +183,10 @@ impl<T: Real> Kernels<T> {
         let form = |out: ArrayViewMut2<'_, T>, start| match linear.w {
             Factor::Prepacked(w) => self.prepacked_tiles(x, w, columns, out, start, operands),
             Factor::Plain(w) => {
+                // Decided by the whole of both, because inner products add in another order: the cut must not choose.
+                let inner = linear.x.nrows() <= self.inner_rows(w.nrows()) && is_turned(&w);
                 let w = w.slice_move(s![.., columns]);
-                // Decided by the whole of `x`, because inner products add in another order: the cut must not choose.
-                if linear.x.nrows() <= self.inner_rows(w.nrows()) && is_unit(&w, 0) && is_forward(&w) {
+                if inner {
                     self.inner_products(x, w, out, start, operands);
                 } else {
                     self.tiles(x, w, out, start, operands);
@@ -427,6 +428,13 @@ pub(super) fn chunks(range: Range<usize>, size: usize) -> impl Iterator<Item = R
 /// Whether neighbours along an axis are neighbours in memory; an axis of length 1 has no neighbours.
 pub(super) fn is_unit<T>(view: &ArrayView2<'_, T>, axis: usize) -> bool {
     view.len_of(Axis(axis)) <= 1 || view.strides()[axis] == 1
+}
+
+/// Whether this is the transpose of contiguous rows that run forwards, and not contiguous rows as well: a single row or column
+/// counts as stored row by row.
+fn is_turned<T>(view: &ArrayView2<'_, T>) -> bool {
+    let (rows, columns) = view.dim();
+    rows > 1 && columns > 1 && is_unit(view, 0) && is_forward(view)
 }
 
 /// Whether no axis runs backwards.

@@ -101,6 +101,43 @@ fn blocks_of_any_cut_have_the_same_bits() {
 }
 
 #[test]
+fn the_cut_does_not_choose_how_sums_are_formed_whatever_the_layout() {
+    // Parts of one column have no layout of their own.
+    fn check<T: Real>(kernels: &Kernels<T>) {
+        let mut numbers = Numbers::new(9);
+        let (x, w, turned) = (numbers.matrix::<T>(24, 200), numbers.matrix(200, 33), numbers.matrix(33, 200));
+        let layouts = [
+            w.view(),
+            w.slice(s![..;-1, ..]),
+            w.slice(s![.., ..;-1]),
+            turned.t(),
+            turned.slice(s![..;-1, ..]).reversed_axes(),
+            turned.slice(s![.., ..;-1]).reversed_axes(),
+        ];
+        let bias = Array1::from(numbers.vec(33));
+        for (layout, w) in layouts.into_iter().enumerate() {
+            for rows in [1, 2, 5, 24] {
+                let x = x.slice(s![..rows, ..]);
+                let linear = Linear { x, w: w.into(), bias: Some(bias.view()), start: Start::Zero };
+                let mut run = |broad: usize| {
+                    let mut out = Array2::from_elem((rows, 33), T::nan());
+                    for columns in chunks(0..33, broad) {
+                        let part = out.slice_mut(s![.., columns.clone()]);
+                        kernels.linear_block(&linear, 0..rows, columns, part, &mut Vec::new());
+                    }
+                    out
+                };
+                let whole = run(33);
+                for broad in [1, 16, 32] {
+                    assert_eq!(run(broad), whole, "layout {layout}, {rows} rows, {broad} columns");
+                }
+            }
+        }
+    }
+    at_every_level!(check);
+}
+
+#[test]
 fn few_rows_have_the_bits_that_they_have_among_many_whatever_the_cut() {
     // The number of threads chooses the columns of a block here.
     fn check<T: Real>(kernels: &Kernels<T>) {

@@ -54,7 +54,8 @@ impl<T: Real> Prepacked<T> {
         numbers.try_reserve_exact(len).ok()?;
         numbers.resize(len, Lanes([T::zero(); PANEL]));
         let mut left = numbers.as_mut_slice();
-        for terms in chunks(0..terms, DEPTH) {
+        // A matrix without columns may have any number of rows.
+        for terms in chunks(0..if panels == 0 { 0 } else { terms }, DEPTH) {
             let (rows, w) = (packed_rows(&terms), w.slice(s![terms, ..]));
             let chunk;
             (chunk, left) = left.split_at_mut(rows * panels);
@@ -197,6 +198,28 @@ mod tests {
                             assert_eq!(parts, expected, "{name} in parts");
                         }
                     }
+                }
+            }
+        }
+        at_every_level!(check);
+    }
+
+    #[test]
+    fn single_rows_and_columns_have_the_bits_that_they_have_without() {
+        fn check<T: Real>(kernels: &Kernels<T>) {
+            for (depth, columns) in [(1, 1), (1, 20), (50, 1), (300, 1)] {
+                let mut numbers = Numbers::new((depth + 1000 * columns) as u64);
+                let (x, w) = (numbers.matrix::<T>(5, depth), numbers.matrix::<T>(depth, columns));
+                let bias = Array1::from(numbers.vec(columns));
+                let Some(packed) = Prepacked::new(w.view()) else { panic!("no memory for {depth} x {columns}") };
+                for rows in [1, 2, 5] {
+                    let x = x.slice(s![..rows, ..]);
+                    let plain = Linear { x, w: w.view().into(), bias: Some(bias.view()), start: Start::Zero };
+                    let prepacked = Linear { w: Factor::Prepacked(&packed), ..plain };
+                    let [got, want] = [prepacked, plain].map(|linear| {
+                        run(kernels, &linear, 0..columns, Array2::from_elem((rows, columns), T::nan()).view_mut())
+                    });
+                    assert_eq!(got, want, "{rows} x {depth} x {columns}");
                 }
             }
         }

@@ -8,7 +8,8 @@ use common::layer::Layer;
 use common::layout::LAYOUTS;
 use common::masks::{Rules, rules};
 use common::{Call, Keep, Seeded, Via, property, ways};
-use multihead::ndarray::{Array2, Array4, Axis, s};
+use multihead::block::{Activation, FeedForward, FeedForwardWeights, Norm};
+use multihead::ndarray::{Array1, Array2, Array3, Array4, Axis, s};
 use multihead::position::{Llama3, Yarn};
 use multihead::{
     HeadMap, Init, Mask, MultiHeadAttention, Options, Path, Rope, RopeScaling, RopeStyle, Weights, attention,
@@ -235,4 +236,27 @@ fn a_broadcast_of_heads_wider_than_memory_is_refused() {
     let text =
         format!("workspace: expected [rows, head_dim, value_dim] to fit into memory, got [1, {}, 1]", 1u64 << 50);
     assert_eq!(error.to_string(), text);
+}
+
+/// Arrays without numbers take no memory, however long they are. (Each of these was walked, or overflowed.)
+#[test]
+fn any_number_of_tokens_without_numbers_takes_no_time() {
+    let many = 1usize << 50;
+    let x = Array3::<f32>::zeros((many, 1, 0));
+    for width in [0, 8] {
+        let weights = FeedForwardWeights::new(Array2::zeros((0, width)), Array2::zeros((width, 0)));
+        let weights = FeedForwardWeights { b_in: Some(Array1::ones(width)), ..weights };
+        let mut block = FeedForward::new(weights, Activation::Relu).unwrap();
+        block.prepack().unwrap();
+        assert_eq!(block.forward(&x).unwrap().dim(), x.dim());
+        assert_eq!(block.backward(&x, &x).unwrap().weights.b_in, Some(Array1::zeros(width)));
+    }
+    let norm = Norm::layer(Array1::zeros(0), Some(Array1::zeros(0)), 1e-5).unwrap();
+    assert_eq!(norm.forward(&x).unwrap().dim(), x.dim());
+    assert_eq!(norm.backward(&x, &x).unwrap().d_x.dim(), x.dim());
+    // Neither do matrices.
+    let weights = FeedForwardWeights::new(Array2::<f32>::zeros((many, 0)), Array2::zeros((0, many)));
+    let mut block = FeedForward::new(weights, Activation::Relu).unwrap();
+    block.prepack().unwrap();
+    assert_eq!(block.forward(&Array3::zeros((0, 1, many))).unwrap().dim(), (0, 1, many));
 }
