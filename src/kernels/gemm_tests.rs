@@ -119,7 +119,7 @@ fn the_cut_does_not_choose_how_sums_are_formed_whatever_the_layout() {
             for rows in [1, 2, 5, 24] {
                 let x = x.slice(s![..rows, ..]);
                 let linear = Linear { x, w: w.into(), bias: Some(bias.view()), start: Start::Zero };
-                let mut run = |broad: usize| {
+                let run = |broad: usize| {
                     let mut out = Array2::from_elem((rows, 33), T::nan());
                     for columns in chunks(0..33, broad) {
                         let part = out.slice_mut(s![.., columns.clone()]);
