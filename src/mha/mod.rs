@@ -205,7 +205,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// which stay readable.
     ///
     /// Outputs have the bits that they have with weights that lie in memory as `[in, out]`. Those that lie there as
-    /// `[out, in]` (from most files, see [`Builder::load`]) give calls of up to 24 tokens other roundings without a copy.
+    /// `[out, in]` (from most files, see `Builder::load`) give calls of up to 24 tokens other roundings without a copy.
     ///
     /// [`MultiHeadAttention::set_weights`] and [`MultiHeadAttention::parameters_mut`] drop the copy, so it pays in between
     /// if there are many calls; `forward_train` reads it too. A clone has a copy of its own, and `==` does not ask for one;
