@@ -359,6 +359,7 @@ impl<T: Element> FeedForward<T> {
         d_weights: &mut FeedForwardWeights<T>,
         room: &mut Room<T>,
     ) -> Result<()> {
+        // As in `run`.
         if x.is_empty() {
             return Ok(());
         }

@@ -1,11 +1,11 @@
 //! An encoder or decoder layer: attention, cross-attention if there is any, and the feed-forward block, each with a norm and
 //! a residual. The formulas stand in [`crate::block`].
 
-use ndarray::{Array, Array3, ArrayRef, ArrayView3, ArrayViewMut3, Axis};
+use ndarray::{Array, Array3, ArrayRef, ArrayView3, Axis};
 
 use super::call::Call;
 use super::feed_forward::{self, FeedForward};
-use super::norm::{Norm, add, copied, copied_to, put};
+use super::norm::{Norm, add, copied, copied_to};
 use super::train::Kept;
 use crate::attention::{Options, Workspace};
 use crate::cache::KvCache;
@@ -302,12 +302,11 @@ impl<T: Element> Block<T> {
         output: &mut ArrayRef<T, D>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
-        let (x, output) = (D::batched(x), D::batched_mut(output));
-        check_output(&output, x)?;
-        let mut tokens = self.begin(x, call, std::mem::take(&mut workspace.block.tokens))?;
-        self.run(&mut tokens, call, Walk::Forward, workspace)?;
-        put(tokens, output, &mut workspace.block.tokens);
-        Ok(())
+        write_to(x, output, workspace, |x, workspace| {
+            let mut tokens = self.begin(x, call, std::mem::take(&mut workspace.block.tokens))?;
+            self.run(&mut tokens, call, Walk::Forward, workspace)?;
+            Ok(tokens)
+        })
     }
 
     /// Checks the tokens and copies them: the walk is in place.
@@ -483,10 +482,21 @@ fn step<'a, T: Element>(call: &Call<'a, T>) -> Options<'a, T> {
     }
 }
 
-/// Whether the caller's array has the shape of the tokens.
-pub(super) fn check_output<T>(output: &ArrayViewMut3<'_, T>, x: ArrayView3<'_, T>) -> Result<()> {
+/// Writes the tokens that `run` makes of `x` to the caller's array of the same shape, and keeps their memory for the next
+/// call.
+pub(super) fn write_to<T: Element, D: Sequence>(
+    x: &ArrayRef<T, D>,
+    output: &mut ArrayRef<T, D>,
+    workspace: &mut Workspace<T>,
+    run: impl FnOnce(ArrayView3<'_, T>, &mut Workspace<T>) -> Result<Array3<T>>,
+) -> Result<()> {
+    let (x, mut output) = (D::batched(x), D::batched_mut(output));
     let (batch, len, d_model) = x.dim();
-    check_shape("output", "[batch, len, d_model]", [Some(batch), Some(len), Some(d_model)], output.shape())
+    check_shape("output", "[batch, len, d_model]", [batch, len, d_model].map(Some), output.shape())?;
+    let tokens = run(x, workspace)?;
+    output.assign(&tokens);
+    workspace.block.tokens = tokens.into_raw_vec_and_offset().0;
+    Ok(())
 }
 
 pub(super) fn no_memory() -> Error {

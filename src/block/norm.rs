@@ -1,6 +1,6 @@
 //! LayerNorm and RMSNorm of tokens: `x: [batch, len, d_model]`, see `crate::norm` for the formulas.
 
-use ndarray::{Array, Array1, Array3, ArrayRef, ArrayView3, ArrayViewD, ArrayViewMut3, ArrayViewMutD, Axis};
+use ndarray::{Array, Array1, Array3, ArrayRef, ArrayView3, ArrayViewD, ArrayViewMutD, Axis};
 
 use crate::element::{Element, reused, zeros};
 use crate::error::{Error, Result, check_shape};
@@ -291,12 +291,6 @@ pub(super) fn copied_to<T: Element>(memory: Vec<T>, argument: &'static str, x: A
     let mut copy = reused(argument, "[batch, len, d_model]", x.dim(), memory)?;
     copy.assign(&x);
     Ok(copy)
-}
-
-/// Writes tokens where the caller wants them, and keeps their memory for the next call.
-pub(super) fn put<T: Element>(tokens: Array3<T>, mut output: ArrayViewMut3<'_, T>, memory: &mut Vec<T>) {
-    output.assign(&tokens);
-    *memory = tokens.into_raw_vec_and_offset().0;
 }
 
 /// `x += update` for arrays in standard layout.

@@ -3,8 +3,8 @@
 use ndarray::{Array, Array3, ArrayRef, ArrayView3};
 
 use super::call::Call;
-use super::layer::{Block, BlockCache, Walk, check_output};
-use super::norm::{Norm, copied, copied_to, put};
+use super::layer::{Block, BlockCache, Walk, write_to};
+use super::norm::{Norm, copied, copied_to};
 use super::parameters::{StackWeights, check_gradients};
 use super::train::{Back, BlockGradients, Kept, Shared, StackGradients, WayBack};
 use crate::attention::Workspace;
@@ -76,7 +76,7 @@ impl<T: Element> Stack<T> {
     }
 
     /// [`Block::prepack`] for each block: few tokens take 0.7 to 0.8 of the time, and the matrices twice their memory.
-    /// [`Stack::parameters_mut`] drops the copies, so a model is packed when it is trained, or again.
+    /// [`Stack::parameters_mut`] drops the copies: after training, pack again.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
@@ -183,11 +183,7 @@ impl<T: Element> Stack<T> {
         output: &mut ArrayRef<T, D>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
-        let (x, output) = (D::batched(x), D::batched_mut(output));
-        check_output(&output, x)?;
-        let tokens = self.forwarded(x, call, workspace)?;
-        put(tokens, output, &mut workspace.block.tokens);
-        Ok(())
+        write_to(x, output, workspace, |x, workspace| self.forwarded(x, call, workspace))
     }
 
     /// [`Stack::forward`] for training: the output, which has the shape of `x`, and the tape that [`Stack::backward`] goes
@@ -446,11 +442,7 @@ impl<T: Element> Stack<T> {
         output: &mut ArrayRef<T, D>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
-        let (x, output) = (D::batched(x), D::batched_mut(output));
-        check_output(&output, x)?;
-        let tokens = self.decoded(x, call, caches, workspace)?;
-        put(tokens, output, &mut workspace.block.tokens);
-        Ok(())
+        write_to(x, output, workspace, |x, workspace| self.decoded(x, call, caches, workspace))
     }
 
     fn forwarded(&self, x: ArrayView3<'_, T>, call: &Call<'_, T>, workspace: &mut Workspace<T>) -> Result<Array3<T>> {

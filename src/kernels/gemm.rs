@@ -81,13 +81,13 @@ const STREAMS: usize = 8;
 /// Columns of a block that an output should be cut into.
 const BLOCK_COLUMNS: usize = 256;
 
-/// Up to so many rows, whose products take no longer than packing does, a block should have the columns of a strip: longer
-/// parts of the rows of `w` are read faster. (4 to 8 % less time for 4 to 64 tokens, d_model 1024, two threads of a Zen 3.)
-const SOME_ROWS: usize = 64;
-
 /// The same where `w` is read where it is. Memory gives whole pages faster than parts of them: one token takes 4.6 ms with
 /// 512 columns of 2048 at a time and 3.2 ms with 1024, 12.0 ms with 512 of 4096 and 9.3 ms with 2048 (Zen 3, two threads).
 const FEW_ROWS_COLUMNS: usize = 2048;
+
+/// Up to so many rows, whose products take no longer than packing does, a block should have the columns of a strip: longer
+/// parts of the rows of `w` are read faster. (4 to 8 % less time for 4 to 64 tokens, d_model 1024, two threads of a Zen 3.)
+const SOME_ROWS: usize = 64;
 
 /// Elements of scratch for the operands of a block of so many rows, columns and terms: packed columns and their part of
 /// `x`, or all of the few rows whose inner products are taken.

@@ -20,6 +20,19 @@ fn verify<T: Real>(kernels: &Kernels<T>, x: ArrayView2<'_, T>, w: ArrayView2<'_,
     }
 }
 
+/// The product, by blocks of so many rows and columns.
+fn in_blocks<T: Real>(kernels: &Kernels<T>, linear: &Linear<'_, T>, [high, broad]: [usize; 2]) -> Array2<T> {
+    let (whole, scratch) = ((linear.x.nrows(), linear.w.dim().1), &mut Vec::new());
+    let mut out = Array2::from_elem(whole, T::nan());
+    for rows in chunks(0..whole.0, high) {
+        for columns in chunks(0..whole.1, broad) {
+            let part = out.slice_mut(s![rows.clone(), columns.clone()]);
+            kernels.linear_block(linear, rows.clone(), columns, part, scratch);
+        }
+    }
+    out
+}
+
 #[test]
 fn every_shape_and_layout() {
     fn check<T: Real>(kernels: &Kernels<T>) {
@@ -83,18 +96,9 @@ fn blocks_of_any_cut_have_the_same_bits() {
         let (x, w) = (numbers.matrix::<T>(50, 150), numbers.matrix(150, 200));
         let bias = Array1::from(numbers.vec(200));
         let linear = Linear { x: x.view(), w: w.view().into(), bias: Some(bias.view()), start: Start::Zero };
-        let scratch = &mut Vec::new();
-        let mut whole = Array2::from_elem((50, 200), T::nan());
-        kernels.linear_block(&linear, 0..50, 0..200, whole.view_mut(), scratch);
-        for (high, broad) in [(1, 200), (7, 64), (13, 100), (50, 33), (6, 1)] {
-            let mut parts = Array2::from_elem((50, 200), T::nan());
-            for rows in chunks(0..50, high) {
-                for columns in chunks(0..200, broad) {
-                    let out = parts.slice_mut(s![rows.clone(), columns.clone()]);
-                    kernels.linear_block(&linear, rows.clone(), columns, out, scratch);
-                }
-            }
-            assert_eq!(whole, parts);
+        let whole = in_blocks(kernels, &linear, [50, 200]);
+        for size in [[1, 200], [7, 64], [13, 100], [50, 33], [6, 1]] {
+            assert_eq!(whole, in_blocks(kernels, &linear, size));
         }
     }
     at_every_level!(check);
@@ -119,17 +123,13 @@ fn the_cut_does_not_choose_how_sums_are_formed_whatever_the_layout() {
             for rows in [1, 2, 5, 24] {
                 let x = x.slice(s![..rows, ..]);
                 let linear = Linear { x, w: w.into(), bias: Some(bias.view()), start: Start::Zero };
-                let run = |broad: usize| {
-                    let mut out = Array2::from_elem((rows, 33), T::nan());
-                    for columns in chunks(0..33, broad) {
-                        let part = out.slice_mut(s![.., columns.clone()]);
-                        kernels.linear_block(&linear, 0..rows, columns, part, &mut Vec::new());
-                    }
-                    out
-                };
-                let whole = run(33);
+                let whole = in_blocks(kernels, &linear, [rows, 33]);
                 for broad in [1, 16, 32] {
-                    assert_eq!(run(broad), whole, "layout {layout}, {rows} rows, {broad} columns");
+                    assert_eq!(
+                        in_blocks(kernels, &linear, [rows, broad]),
+                        whole,
+                        "layout {layout}, {rows} rows, {broad} columns"
+                    );
                 }
             }
         }
@@ -143,15 +143,9 @@ fn few_rows_have_the_bits_that_they_have_among_many_whatever_the_cut() {
     fn check<T: Real>(kernels: &Kernels<T>) {
         let mut numbers = Numbers::new(8);
         let (x, w) = (numbers.matrix::<T>(50, 300), numbers.matrix(300, 200));
-        let scratch = &mut Vec::new();
-        let mut run = |rows: usize, broad: usize| {
+        let run = |rows: usize, broad: usize| {
             let linear = Linear { x: x.slice(s![..rows, ..]), w: w.view().into(), bias: None, start: Start::Zero };
-            let mut out = Array2::from_elem((rows, 200), T::nan());
-            for columns in chunks(0..200, broad) {
-                let part = out.slice_mut(s![.., columns.clone()]);
-                kernels.linear_block(&linear, 0..rows, columns, part, scratch);
-            }
-            out
+            in_blocks(kernels, &linear, [rows, broad])
         };
         let many = run(50, 200);
         for (rows, broad) in [(1, 200), (1, 112), (2, 64), (3, 200), (3, 33), (4, 48)] {

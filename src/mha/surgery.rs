@@ -43,15 +43,15 @@ impl<T: Element> MultiHeadAttention<T> {
         if let Some(gate) = gates.iter().find(|gate| !gate.is_finite()) {
             return Err(Error::value("gates", "finite numbers", gate));
         }
-        let mut gated = self.clone();
-        let rows_of_heads = gated.weights.edit().w_o.axis_chunks_iter_mut(Axis(0), self.config.value_dim);
+        let mut weights = (*self.weights).clone();
+        let rows_of_heads = weights.w_o.axis_chunks_iter_mut(Axis(0), self.config.value_dim);
         for (mut rows, &gate) in rows_of_heads.zip(gates) {
             match gate.is_zero() {
                 true => rows.fill(T::zero()),
                 false => rows.mapv_inplace(|w| w * gate),
             }
         }
-        Ok(gated)
+        Ok(Self { config: self.config.clone(), weights: Packable::new(weights) })
     }
 
     /// A layer without these query heads, in any order; KV heads that no other head reads go with them. The heads that
