@@ -67,12 +67,13 @@ pub struct CacheShape {
 
 /// Keys and values of one layer, token by token.
 ///
-/// All memory is taken when a cache is made. Each batch entry has its own length. What lies beyond a length is never
-/// visible, whatever it is.
+/// All memory is taken when a cache is made, in pieces of up to 16 MiB (each is free when no cache or fork has a page of it
+/// any more), for which Linux is asked for huge pages. Each batch entry has its own length. What lies beyond a length is
+/// never visible, whatever it is.
 ///
 /// Keys and values lie as attention reads them, in pages of 64 tokens: a token takes
 /// `num_kv_heads * (head_dim + width)` numbers of the [`Storage`], with `width` the value width rounded up to 16, and a page
-/// 64 bytes and `8 * num_kv_heads` bytes more. [`KvCache::bytes`] counts all of it.
+/// `8 * num_kv_heads` bytes more, which [`KvCache::bytes`] counts.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, CacheShape, KvCache, Mask, Options};
@@ -142,12 +143,8 @@ impl<S: Storage> KvCache<S> {
         };
         let (lengths, planned, oldest) = (list(batch)?, list(batch)?, list(batch)?);
         let count = batch.checked_mul(tiles).ok_or_else(too_large)?;
-        let mut pages = Vec::new();
-        pages.try_reserve_exact(count).map_err(|_| too_large())?;
         let page_shape = PageShape { num_kv_heads, head_dim, value_dim };
-        for _ in 0..count {
-            pages.push(Arc::new(Page::new(page_shape).ok_or_else(too_large)?));
-        }
+        let pages = Page::several(page_shape, count).ok_or_else(too_large)?;
         Ok(Self { shape, window, tiles, pages, lengths, planned, oldest })
     }
 
@@ -362,13 +359,13 @@ impl<S: Storage> KvCache<S> {
         let failed = || self.no_memory();
         fork.tiles = self.tiles;
         fork.pages.try_reserve_exact(self.pages.len()).map_err(|_| failed())?;
-        for (index, page) in self.pages.iter().enumerate() {
-            let (entry, tile) = (index / self.tiles, index % self.tiles);
-            let filled = self.lengths[entry].div_ceil(KEYS);
-            fork.pages.push(match tile < filled {
-                true => Arc::clone(page),
-                false => Arc::new(Page::new(self.page_shape()).ok_or_else(failed)?),
-            });
+        let filled = self.lengths.iter().map(|length| length.div_ceil(KEYS).min(self.tiles));
+        let empty = self.pages.len() - filled.clone().sum::<usize>();
+        let mut empty = Page::several(self.page_shape(), empty).ok_or_else(failed)?.into_iter();
+        for (entry, filled) in filled.enumerate() {
+            let pages = &self.pages[entry * self.tiles..];
+            fork.pages.extend(pages[..filled].iter().map(Arc::clone));
+            fork.pages.extend(empty.by_ref().take(self.tiles - filled));
         }
         fork.lengths.copy_from_slice(&self.lengths);
         fork.oldest.copy_from_slice(&self.oldest);
@@ -391,7 +388,9 @@ impl<S: Storage> KvCache<S> {
 
     /// The page that holds a position, if there is one.
     fn page(&self, entry: usize, position: usize) -> Option<&Page<S>> {
-        let tile = (position / KEYS).checked_rem(self.tiles)?;
+        let tile = position / KEYS;
+        // A division takes long, and only rings need it.
+        let tile = if tile < self.tiles { tile } else { tile.checked_rem(self.tiles)? };
         self.pages.get(entry * self.tiles + tile).map(|page| &**page)
     }
 }

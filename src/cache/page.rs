@@ -9,12 +9,10 @@
 //! back holds what it held: neither is ever visible.
 
 use ndarray::ArrayView2;
+use std::sync::Arc;
 
 use super::Storage;
-use crate::kernels::{Finite, KEYS, PANEL};
-
-/// Bytes of a cache line: no vector of a page lies across two.
-const LINE: usize = 64;
+use crate::kernels::{Finite, KEYS, Lot, PANEL};
 
 /// The lengths of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,33 +46,31 @@ impl PageShape {
 #[derive(Debug)]
 pub(super) struct Page<S> {
     shape: PageShape,
-    numbers: Vec<S>,
-    /// Where the numbers begin: at a cache line.
-    start: usize,
+    numbers: Lot<S>,
     /// Per head, bit j set if the value in slot j is not finite.
     not_finite: Vec<u64>,
 }
 
 impl<S: Storage> Page<S> {
-    /// An empty page; `None` if there is no memory for it.
-    pub(super) fn new(shape: PageShape) -> Option<Self> {
-        let (mut numbers, mut not_finite) = (Vec::new(), Vec::new());
-        let len = shape.numbers().checked_add(LINE / size_of::<S>())?;
-        numbers.try_reserve_exact(len).ok()?;
-        not_finite.try_reserve_exact(shape.num_kv_heads).ok()?;
-        // Every number is written, so that an append meets no page fault.
-        numbers.resize(len, S::default());
-        not_finite.resize(shape.num_kv_heads, 0);
-        let start = numbers.as_ptr().align_offset(LINE).min(LINE / size_of::<S>());
-        Some(Self { shape, numbers, start, not_finite })
+    /// So many empty pages; `None` if there is no memory for them.
+    pub(super) fn several(shape: PageShape, count: usize) -> Option<Vec<Arc<Self>>> {
+        let mut pages = Vec::new();
+        pages.try_reserve_exact(count).ok()?;
+        for numbers in Lot::several(shape.numbers(), count)? {
+            let mut not_finite = Vec::new();
+            not_finite.try_reserve_exact(shape.num_kv_heads).ok()?;
+            not_finite.resize(shape.num_kv_heads, 0);
+            pages.push(Arc::new(Self { shape, numbers, not_finite }));
+        }
+        Some(pages)
     }
 
     /// The same numbers in memory of its own.
-    pub(super) fn copy(&self) -> Option<Self> {
-        let mut copy = Self::new(self.shape)?;
-        let len = self.shape.numbers();
-        copy.numbers[copy.start..][..len].copy_from_slice(&self.numbers[self.start..][..len]);
-        copy.not_finite.copy_from_slice(&self.not_finite);
+    pub(super) fn copy(&self) -> Option<Arc<Self>> {
+        let mut copy = Self::several(self.shape, 1)?.pop()?;
+        let page = Arc::get_mut(&mut copy)?;
+        page.numbers.copy_from_slice(&self.numbers);
+        page.not_finite.copy_from_slice(&self.not_finite);
         Some(copy)
     }
 
@@ -84,13 +80,13 @@ impl<S: Storage> Page<S> {
 
     /// `[4 panels][head_dim][16]`
     pub(super) fn keys(&self, head: usize) -> &[S] {
-        &self.numbers[self.start + head * self.shape.key_len()..][..self.shape.key_len()]
+        &self.numbers[head * self.shape.key_len()..][..self.shape.key_len()]
     }
 
     /// `[panels][64][16]`
     pub(super) fn values(&self, head: usize) -> &[S] {
         let first = self.shape.num_kv_heads * self.shape.key_len();
-        &self.numbers[self.start + first + head * self.shape.value_len()..][..self.shape.value_len()]
+        &self.numbers[first + head * self.shape.value_len()..][..self.shape.value_len()]
     }
 
     /// Whether all values of a head are finite.
@@ -115,7 +111,7 @@ impl<S: Storage> Page<S> {
         values: ArrayView2<'_, S::Element>,
     ) {
         let (shape, count) = (self.shape, keys.nrows());
-        let numbers = &mut self.numbers[self.start..];
+        let numbers = &mut self.numbers[..];
         S::write_keys(keys, first, &mut numbers[head * shape.key_len()..][..shape.key_len()]);
         let numbers = &mut numbers[shape.num_kv_heads * shape.key_len()..];
         let bits = S::write_values(values, first, &mut numbers[head * shape.value_len()..][..shape.value_len()]);

@@ -118,7 +118,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
             for tile in tiles.take(self.tiles) {
                 let index = entry * self.tiles + tile % self.tiles;
                 if Arc::get_mut(&mut self.pages[index]).is_none() {
-                    self.pages[index] = Arc::new(self.pages[index].copy().ok_or_else(|| self.no_memory())?);
+                    self.pages[index] = self.pages[index].copy().ok_or_else(|| self.no_memory())?;
                 }
             }
         }

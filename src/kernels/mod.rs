@@ -28,6 +28,7 @@
 //! | `dropout.rs` | which pairs dropout keeps |
 //! | `peak.rs` | what the CPU can do at best |
 //! | `scratch.rs` | working memory that begins at a cache line |
+//! | `slab.rs` | memory that is kept from call to call, in huge pages |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
 //! | `prepacked.rs` | weights that were packed for all calls to come |
 //! | `blocks.rs` | disjoint blocks of one matrix for many threads |
@@ -63,6 +64,7 @@ mod relay;
 mod rows;
 mod scratch;
 mod simd;
+mod slab;
 mod softmax;
 mod step;
 mod table;
@@ -92,6 +94,7 @@ pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use simd::fetch;
+pub(crate) use slab::Lot;
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, rows_of_tile};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
