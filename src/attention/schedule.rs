@@ -77,6 +77,11 @@ const MOST_WHOLE_ITEMS: usize = 256;
 const FEWEST_CHUNK_TILES: usize = 4;
 const MOST_CHUNK_TILES: usize = 32;
 
+/// Tiles of a chunk at least where [`FEWEST_SPLIT_ITEMS`] are made without shorter ones: 8 heads of 512 keys in one chunk each
+/// take 0.92 of the time of two (two threads of a Zen 3), 4 heads 1.1 to 1.2.
+const EASY_CHUNK_TILES: usize = 8;
+const FEWEST_SPLIT_ITEMS: usize = 8;
+
 /// Tiles of a chunk of keys, if the keys of `rows` rows are to be cut. `items` counts entries and KV heads, `span` gives
 /// the tiles that an entry sees at most. Depends on shapes and the mask only, and not on how queries are cut.
 pub(crate) fn chunk_tiles(rows: usize, items: usize, span: impl Fn() -> usize) -> Option<usize> {
@@ -84,9 +89,9 @@ pub(crate) fn chunk_tiles(rows: usize, items: usize, span: impl Fn() -> usize) -
         return None;
     }
     let span = span();
-    let fewest = fewest_chunk_tiles(rows);
-    let even = span.saturating_mul(items).div_ceil(SPLIT_ITEMS);
-    let chunk = even.min(MOST_CHUNK_TILES).max(fewest);
+    let all = span.saturating_mul(items);
+    let fewest = fewest_chunk_tiles(rows).max(EASY_CHUNK_TILES.min(all / FEWEST_SPLIT_ITEMS));
+    let chunk = all.div_ceil(SPLIT_ITEMS).min(MOST_CHUNK_TILES).max(fewest);
     (chunk < span).then_some(chunk)
 }
 
@@ -140,8 +145,11 @@ mod tests {
         assert_eq!(chunk_tiles(1, 32, || 512), Some(32));
         assert_eq!(chunk_tiles(4, 8, || 512), Some(32));
         assert_eq!(chunk_tiles(32, 1, || 512), Some(8));
-        assert_eq!(chunk_tiles(1, 8, || 8), Some(4));
-        assert_eq!(chunk_tiles(1, 8, || 4), None);
+        assert_eq!(chunk_tiles(1, 8, || 9), Some(8));
+        assert_eq!(chunk_tiles(1, 8, || 8), None);
+        assert_eq!(chunk_tiles(1, 4, || 8), Some(4));
+        assert_eq!(chunk_tiles(1, 2, || 32), Some(8));
+        assert_eq!(chunk_tiles(1, 1, || 5), Some(4));
         assert_eq!(chunk_tiles(384, 1, || 512), Some(48));
         assert_eq!(chunk_tiles(385, 1, || 512), None);
         assert_eq!(chunk_tiles(1, 257, || 512), None);
