@@ -21,15 +21,6 @@ pub enum Operand<'a, T> {
 }
 
 impl<'a, T> Operand<'a, T> {
-    /// The numbers, if they are in the type that is computed in.
-    pub(super) fn own(self) -> Option<&'a [T]> {
-        match self {
-            Self::Own(numbers) => Some(numbers),
-            #[cfg(feature = "half")]
-            Self::F16(_) | Self::Bf16(_) => None,
-        }
-    }
-
     /// The first `len` numbers without the first `skip <= len` of them.
     #[inline(always)]
     pub(super) fn range(self, skip: usize, len: usize) -> Self {
@@ -63,10 +54,13 @@ impl<T: Copy> Kernels<T> {
     /// # Safety
     /// As [`super::tile::tile`].
     #[inline(always)]
-    pub(super) unsafe fn tile_of(&self, shape: &Tile<T, ()>, b: Operand<'_, T>) {
+    pub(super) unsafe fn tile_of(&self, shape: &mut Tile<T>, b: Operand<'_, T>) {
         match b {
             // SAFETY: the contract is handed on.
-            Operand::Own(b) => unsafe { (self.tile)(&shape.with_b(b.as_ptr())) },
+            Operand::Own(b) => unsafe {
+                shape.b = b.as_ptr();
+                (self.tile)(shape);
+            },
             #[cfg(feature = "half")]
             Operand::F16(b) => {
                 if let Some(halves) = &self.halves {

@@ -23,8 +23,8 @@ use std::ptr;
 
 impl<T: Real> Kernels<T> {
     /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
-    /// bias hides, without dropout; `p: [2][6][64]`. Does nothing and returns false if the tile is not in the type that is
-    /// computed in, or has values that are not finite and may be hidden.
+    /// bias hides, without dropout; `p: [2][6][64]`. Does nothing and returns false if values that are not finite may be
+    /// hidden.
     pub(crate) fn attend_rows(
         &self,
         all: &mut Group<'_, T>,
@@ -33,7 +33,6 @@ impl<T: Real> Kernels<T> {
         bias: Option<Lines<'_, T>>,
         factor: T,
     ) -> bool {
-        let (Some(k), Some(v)) = (tile.keys.own(), tile.values.own()) else { return false };
         let Group { rows, head_dim, q_row, o_row, .. } = *all;
         // A bias can hide keys, whose values have to be left out if they are not finite.
         if rows == 0 || bias.is_some() && tile.finite == Finite::NotAll {
@@ -41,8 +40,8 @@ impl<T: Real> Kernels<T> {
         }
         let biases = bias.map(|bias| bias.extent(rows, KEYS));
         let width = tile.padded_width();
-        let k = &k[..head_dim.saturating_mul(KEYS)];
-        let v = &v[..values_len(KEYS, width)];
+        let k = tile.keys.range(0, head_dim.saturating_mul(KEYS));
+        let v = tile.values.range(0, values_len(KEYS, width));
         let q = &all.q[..extent(rows, q_row, head_dim)];
         let o = &mut all.o[..extent(rows, o_row, width)];
         let (m, l) = (&mut all.m[..rows], &mut all.l[..rows.saturating_mul(PANEL)]);
@@ -54,7 +53,7 @@ impl<T: Real> Kernels<T> {
             k: head_dim,
             a: q.as_ptr(),
             a_stride: Stride::Rows(q_row),
-            b: k.as_ptr(),
+            b: ptr::null(),
             b_panel: head_dim * PANEL,
             b_k: PANEL,
             c: p.as_mut_ptr(),
@@ -84,7 +83,7 @@ impl<T: Real> Kernels<T> {
             k: KEYS,
             a: p.as_ptr(),
             a_stride: Stride::Rows(KEYS),
-            b: v.as_ptr(),
+            b: ptr::null(),
             b_panel: VALUES_PANEL,
             b_k: PANEL,
             c: o.as_mut_ptr(),
@@ -93,9 +92,9 @@ impl<T: Real> Kernels<T> {
             ahead: Ahead::NOTHING,
         };
         let p = [p.as_mut_ptr(), next_p.as_mut_ptr()];
-        let mut visible = [u64::MAX; MAX_ROWS];
+        let mut visible;
         let groups = rows.div_ceil(MAX_ROWS);
-        for group in 0..=groups {
+        for group in 0..groups + 1 {
             // SAFETY: groups have 1 to 6 rows; the slices above end with the last row of the last one, and `k` has 4
             // panels, `v` 64 rows of its panels, each `p` and `visible` 6 rows. Bits of keys are neither read nor written
             // without a mask and a bias.
@@ -112,7 +111,7 @@ impl<T: Real> Kernels<T> {
                     if let Some(bias) = bias {
                         bias.fetch(first..first + scores.rows, 0..KEYS);
                     }
-                    (self.tile)(&scores);
+                    self.tile_of(&mut scores, k);
                 }
                 let Some(group) = group.checked_sub(1) else { continue };
                 let first = group * MAX_ROWS;
@@ -125,7 +124,7 @@ impl<T: Real> Kernels<T> {
                     // Rows beyond the last are not read.
                     let row = |i| numbers.as_ptr().wrapping_add((first + i) * apart);
                     softmax.bias = Some(std::array::from_fn(row));
-                    visible.fill(u64::MAX);
+                    visible = [u64::MAX; MAX_ROWS];
                     softmax.visible = visible.as_mut_ptr();
                 }
                 (self.softmax)(&softmax);
@@ -133,7 +132,7 @@ impl<T: Real> Kernels<T> {
                 if let Some(next) = tile.next {
                     values.ahead = next.values(tile.group + group, tile.groups);
                 }
-                (self.tile)(&values);
+                self.tile_of(&mut values, v);
             }
         }
         true

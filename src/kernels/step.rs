@@ -220,7 +220,7 @@ impl<T: Real> Kernels<T> {
         // SAFETY: rows is in 1..=6. The slices above hold every row of `q`, every panel up to `columns.end` and every row
         // of `p`; `columns` is a range of whole panels within the 64 columns of `p`.
         unsafe {
-            let shape = Tile {
+            let mut shape = Tile {
                 rows,
                 n: columns.len(),
                 k: head_dim,
@@ -234,7 +234,7 @@ impl<T: Real> Kernels<T> {
                 start: Start::Zero,
                 ahead,
             };
-            self.tile_of(&shape, k);
+            self.tile_of(&mut shape, k);
         }
     }
 
@@ -311,7 +311,7 @@ impl<T: Real> Kernels<T> {
             // SAFETY: rows is in 1..=6, `width` is a multiple of 16, and the slices above hold every row of `p` and `o`
             // and the values up to `keys.end`.
             _ => unsafe {
-                let shape = Tile {
+                let mut shape = Tile {
                     rows,
                     n: width,
                     k: keys.len(),
@@ -325,7 +325,7 @@ impl<T: Real> Kernels<T> {
                     start: Start::Add,
                     ahead: tile.next.map_or(Ahead::NOTHING, |next| next.values(tile.group, tile.groups)),
                 };
-                self.tile_of(&shape, v);
+                self.tile_of(&mut shape, v);
             },
         }
     }

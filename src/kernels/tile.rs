@@ -51,8 +51,9 @@ pub(crate) struct Tile<T, B = T> {
     pub(crate) ahead: Ahead,
 }
 
-impl<T: Copy> Tile<T, ()> {
-    /// The same product with a `b`.
+#[cfg(feature = "half")]
+impl<T: Copy> Tile<T> {
+    /// The same product with another `b`.
     pub(super) fn with_b<B>(&self, b: *const B) -> Tile<T, B> {
         let Self { rows, n, k, a, a_stride, b: _, b_panel, b_k, c, c_row, start, ahead } = *self;
         Tile { rows, n, k, a, a_stride, b, b_panel, b_k, c, c_row, start, ahead }
