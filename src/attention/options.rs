@@ -27,6 +27,9 @@ pub enum Path {
 
 /// The options of one call; everything is off until it is named.
 ///
+/// `scale`, `softcap`, `heads`, `sinks`, `alibi`, `relative_bias` and `relative_keys` are for the functional core,
+/// [`attention`](crate::attention). A layer has them from its builder or its weights and refuses options that name one.
+///
 /// ```
 /// use multihead::{Mask, Options};
 /// let mask = Mask::causal() & Mask::window(255, 0);
@@ -351,8 +354,12 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// What the call asks for (mask, bias, path, weights) under the rules of a layer.
-    pub(crate) fn with_layer<'b>(&'b self, config: &'b Config, weights: &'b Weights<T>) -> Options<'b, T> {
-        Options {
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a rule in the options of the call: the layer has its own, and two could contradict each other.
+    pub(crate) fn with_layer<'b>(&'b self, config: &'b Config, weights: &'b Weights<T>) -> Result<Options<'b, T>> {
+        self.check_no_rules()?;
+        Ok(Options {
             mask: self.mask,
             bias: self.bias.as_ref().map(|bias| bias.view()),
             alibi: config.alibi.as_ref(),
@@ -369,6 +376,27 @@ impl<'a, T: Element> Options<'a, T> {
             keep_weights: self.keep_weights,
             bias_gradient: self.bias_gradient,
             recompute: self.recompute,
+        })
+    }
+
+    /// Refuses what a layer has as its own, the layer's value as well.
+    fn check_no_rules(&self) -> Result<()> {
+        let number = |number: Option<f64>| number.map(|number| number.to_string());
+        let array = |is_there: bool| is_there.then(|| "an array".to_string());
+        let rules = [
+            ("scale", number(self.scale)),
+            ("softcap", number(self.softcap)),
+            ("heads", self.heads.map(|_| "a map".to_string())),
+            ("sinks", array(self.sinks.is_some())),
+            ("alibi", self.alibi.map(|_| "slopes".to_string())),
+            ("relative_bias", array(self.relative_bias.is_some())),
+            ("relative_keys", array(self.relative_keys.is_some())),
+        ];
+        match rules.into_iter().find_map(|(argument, got)| Some((argument, got?))) {
+            Some((argument, got)) => {
+                Err(Error::value(argument, "none in a call of a layer, which has it from its builder or weights", got))
+            }
+            None => Ok(()),
         }
     }
 

@@ -294,7 +294,7 @@ impl<T: Element> MultiHeadAttention<T> {
         };
         let Activations { q, k, v, context } = activations;
         let saved = Saved { q, k, v, context, lse: &tape.recording.lse };
-        T::differentiate(&saved, &d_heads.context, &self.options(tape.options), views, workspace)?;
+        T::differentiate(&saved, &d_heads.context, &self.options(tape.options)?, views, workspace)?;
         gradients.of_scores().zip(&before).for_each(|(x, &before)| *x += before);
         workspace.layer.before = before;
 

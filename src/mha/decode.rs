@@ -127,7 +127,8 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::decode`] and, for what the options ask, as [`crate::attention::extend`].
+    /// As [`MultiHeadAttention::decode`] and, for what the options ask, as [`crate::attention::extend`];
+    /// [`crate::Error::Value`] if they name a rule of the layer, see [`MultiHeadAttention::attend`].
     pub fn decode_with<S: Storage<Element = T>>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -310,7 +311,7 @@ impl<T: Element> MultiHeadAttention<T> {
         // Every new token has a key.
         check_shape("key", "[batch, q_len, k_dim]", [None, Some(q_len), None], inputs.key.shape())?;
         self.check_cache(inputs, cache)?;
-        T::plan(self.config.heads.num_heads(), q_len, cache, &self.options(options))
+        T::plan(self.config.heads.num_heads(), q_len, cache, &self.options(options)?)
     }
 
     /// As `check_decode`, for queries that read what the cache holds.
@@ -333,7 +334,7 @@ impl<T: Element> MultiHeadAttention<T> {
         self.check_shapes(inputs)?;
         self.check_cache(inputs, cache)?;
         let q_len = inputs.query.len_of(Axis(1));
-        T::check_reading(self.config.heads.num_heads(), q_len, cache, &self.options(options))
+        T::check_reading(self.config.heads.num_heads(), q_len, cache, &self.options(options)?)
     }
 
     fn run_decode<S: Storage<Element = T>>(

@@ -232,8 +232,9 @@ impl<T: Element> MultiHeadAttention<T> {
     /// Attention with everything that a call can ask for: other keys and values, bias, weights, path. The output has a
     /// batch axis, of length 1 for inputs without one.
     ///
-    /// The layer's own rules hold: `scale`, `softcap`, `heads`, `sinks`, `alibi`, `relative_bias` and `relative_keys` of
-    /// `options` are for the functional core and are not read here.
+    /// The layer's own rules hold: `scale`, `softcap`, `heads`, `sinks`, `alibi`, `relative_bias` and `relative_keys` are
+    /// set by its builder or its weights. Options that name one of them are refused, here and in every other call of a
+    /// layer, whatever the value.
     ///
     /// ```
     /// use multihead::{ndarray::Array3, Inputs, Mask, MultiHeadAttention, Options};
@@ -246,7 +247,8 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::forward`] and, for what the options ask, as [`crate::attention::forward`].
+    /// As [`MultiHeadAttention::forward`] and, for what the options ask, as [`crate::attention::forward`];
+    /// [`crate::Error::Value`] if the options name a rule of the layer.
     pub fn attend(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<LayerOutput<T>> {
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let mut output = zeros("output", "[batch, q_len, d_model]", (batch, q_len, d_model))?;
@@ -289,7 +291,7 @@ impl<T: Element> MultiHeadAttention<T> {
     pub(super) fn check(&self, inputs: &Inputs<'_, T>, options: &Options<'_, T>) -> Result<(usize, usize, usize)> {
         self.check_shapes(inputs)?;
         let (batch, q_len, d_model) = inputs.query.dim();
-        T::check_rules(self.dims(batch, q_len, inputs.key.len_of(Axis(1))), &self.options(options))?;
+        T::check_rules(self.dims(batch, q_len, inputs.key.len_of(Axis(1))), &self.options(options)?)?;
         Ok((batch, q_len, d_model))
     }
 
@@ -311,8 +313,8 @@ impl<T: Element> MultiHeadAttention<T> {
         Dims { batch, num_heads, num_kv_heads, q_len, kv_len, head_dim: *head_dim, value_dim: *value_dim }
     }
 
-    /// The options of the call under the rules of the layer.
-    pub(super) fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Options<'b, T> {
+    /// The options of the call under the rules of the layer, which a call cannot change.
+    pub(super) fn options<'b>(&'b self, options: &'b Options<'_, T>) -> Result<Options<'b, T>> {
         options.with_layer(&self.config, &self.weights)
     }
 
@@ -376,7 +378,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let context = reused("context", "[batch, q_len, num_heads * value_dim]", shape, context)?;
         let mut context = by_head(context, num_heads, *value_dim)?;
         let outputs = Outputs { context: context.view_mut(), lse, weights };
-        attend([&q, &k, &v], &self.options(options), outputs, workspace)?;
+        attend([&q, &k, &v], &self.options(options)?, outputs, workspace)?;
         Ok(Activations { q, k, v, context })
     }
 

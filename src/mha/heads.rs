@@ -34,6 +34,6 @@ impl<T: Element> MultiHeadAttention<T> {
         let room = Room { lse: None, weights: None, memory: Default::default() };
         let Activations { q, k, .. } =
             self.activate(inputs, options, room, &mut Workspace::new(), |_, _, _, _| Ok(()))?;
-        HeadStatistics::streamed(&q, &k, &self.options(options), tokens)
+        HeadStatistics::streamed(&q, &k, &self.options(options)?, tokens)
     }
 }

@@ -24,6 +24,7 @@ mod gradients;
 mod head_statistics;
 mod head_surgery;
 mod hidden_queries;
+mod layer_options;
 mod loading;
 mod prepack;
 mod properties;
