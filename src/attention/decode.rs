@@ -89,7 +89,8 @@ pub fn decode<S: Storage>(
 /// ```
 ///
 /// # Errors
-/// As [`decode`], and [`crate::Error::Shape`] if `context` has other lengths. Nothing is written then.
+/// As [`decode`], [`crate::Error::Shape`] if `context` has other lengths, and [`crate::Error::Value`] if the options ask for
+/// weights, which [`decode`] returns. Nothing is written then.
 pub fn decode_into<S: Storage>(
     q: &ArrayRef4<S::Element>,
     cache: &KvCache<S>,
@@ -97,6 +98,7 @@ pub fn decode_into<S: Storage>(
     context: &mut ArrayRef4<S::Element>,
     workspace: &mut Workspace<S::Element>,
 ) -> Result<()> {
+    options.check_no_weights("none asked of decode_into; decode returns them")?;
     let dims = S::Element::check_decode(q, cache, options)?;
     check_context(&dims, context)?;
     let outputs = Outputs { context: context.view_mut(), lse: None, weights: None };
@@ -147,7 +149,8 @@ pub fn extend<S: Storage>(
 /// ```
 ///
 /// # Errors
-/// As [`extend`], and [`crate::Error::Shape`] if `context` has other lengths. Nothing is written then.
+/// As [`extend`], [`crate::Error::Shape`] if `context` has other lengths, and [`crate::Error::Value`] if the options ask for
+/// weights, which [`extend`] returns. Nothing is written then.
 pub fn extend_into<S: Storage>(
     tokens: &NewTokens<'_, S::Element>,
     cache: &mut KvCache<S>,
@@ -155,6 +158,7 @@ pub fn extend_into<S: Storage>(
     context: &mut ArrayRef4<S::Element>,
     workspace: &mut Workspace<S::Element>,
 ) -> Result<()> {
+    options.check_no_weights("none asked of extend_into; extend returns them")?;
     let dims = S::Element::check_extend(tokens, cache, options)?;
     check_context(&dims, context)?;
     let outputs = Outputs { context: context.view_mut(), lse: None, weights: None };

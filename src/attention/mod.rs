@@ -169,7 +169,7 @@ pub fn forward<T: Element>(
 }
 
 /// [`forward`] into an array of the caller's: `context: [batch, num_heads, q_len, value_dim]`, any strides; what it
-/// held before does not matter. Weights and lse are not returned.
+/// held before does not matter. Weights and lse are not returned ([`forward_saving_into`] has both).
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, Options, Workspace};
@@ -182,7 +182,8 @@ pub fn forward<T: Element>(
 /// ```
 ///
 /// # Errors
-/// As [`forward`], and [`crate::Error::Shape`] if `context` has other lengths. Nothing is written then.
+/// As [`forward`], [`crate::Error::Shape`] if `context` has other lengths, and [`crate::Error::Value`] if the options ask
+/// for weights, which [`forward`] and [`forward_saving_into`] return. Nothing is written then.
 pub fn forward_into<T: Element>(
     q: &ArrayRef4<T>,
     k: &ArrayRef4<T>,
@@ -191,6 +192,7 @@ pub fn forward_into<T: Element>(
     context: &mut ArrayRef4<T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
+    options.check_no_weights("none asked of forward_into; forward and forward_saving_into return them")?;
     let dims = T::check([q, k, v], options)?;
     let expected = [Some(dims.batch), Some(dims.num_heads), Some(dims.q_len), Some(dims.value_dim)];
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())?;

@@ -300,7 +300,8 @@ impl<'a, T: Element> Options<'a, T> {
     }
 
     /// Returns the softmax probabilities of each head too. They take `q_len * kv_len` numbers a head, and the call takes
-    /// [`Path::Dense`]: its output agrees with that of a call without weights within rounding, not bit for bit.
+    /// [`Path::Dense`]: its output agrees with that of a call without weights within rounding, not bit for bit. Calls that
+    /// fill an array of the caller's and return nothing, and those that return a tape, refuse to be asked for weights.
     ///
     /// ```
     /// use multihead::{attention, ndarray::Array4, Options};
@@ -397,6 +398,18 @@ impl<'a, T: Element> Options<'a, T> {
                 Err(Error::value(argument, "none in a call of a layer, which has it from its builder or weights", got))
             }
             None => Ok(()),
+        }
+    }
+
+    /// Refuses weights in a call that does not return them: the call takes the memory and time of [`Path::Dense`] for
+    /// nothing. `returned_by` says which calls do.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if the options ask for weights.
+    pub(crate) fn check_no_weights(&self, returned_by: &'static str) -> Result<()> {
+        match self.keep_weights {
+            true => Err(Error::value("weights", returned_by, "weights() in the options")),
+            false => Ok(()),
         }
     }
 

@@ -153,8 +153,9 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::decode_with`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
-    /// written then.
+    /// As [`MultiHeadAttention::decode_with`], [`crate::Error::Shape`] for an output of other lengths, and
+    /// [`crate::Error::Value`] if the options ask for weights, which [`MultiHeadAttention::decode_with`] returns. Nothing
+    /// is written then.
     pub fn decode_with_into<S: Storage<Element = T>>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -163,6 +164,7 @@ impl<T: Element> MultiHeadAttention<T> {
         output: &mut ArrayRef3<T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
+        options.check_no_weights("none asked of decode_with_into; decode_with returns them")?;
         self.check_decode(inputs, cache, options)?;
         check_shape("output", "[batch, q_len, d_model]", self.shape_of(inputs), output.shape())?;
         self.run_decode(inputs, cache, options, LayerOutputs::only(output), workspace)
@@ -256,8 +258,9 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::decode_cross`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
-    /// written then.
+    /// As [`MultiHeadAttention::decode_cross`], [`crate::Error::Shape`] for an output of other lengths, and
+    /// [`crate::Error::Value`] if the options ask for weights, which [`MultiHeadAttention::decode_cross`] returns. Nothing
+    /// is written then.
     pub fn decode_cross_into<S: Storage<Element = T>>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -266,6 +269,7 @@ impl<T: Element> MultiHeadAttention<T> {
         output: &mut ArrayRef3<T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
+        options.check_no_weights("none asked of decode_cross_into; decode_cross returns them")?;
         let inputs = self.queries_of(inputs)?;
         self.check_cross(&inputs, cache, options)?;
         check_shape("output", "[batch, q_len, d_model]", self.shape_of(&inputs), output.shape())?;

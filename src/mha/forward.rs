@@ -261,7 +261,7 @@ impl<T: Element> MultiHeadAttention<T> {
     }
 
     /// [`MultiHeadAttention::attend`] into an array of the caller's: `output: [batch, q_len, d_model]`, any strides.
-    /// Weights are not returned.
+    /// Weights and lse are not returned.
     ///
     /// ```
     /// use multihead::{ndarray::Array3, Inputs, MultiHeadAttention, Options, Workspace};
@@ -272,7 +272,8 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::attend`], and [`crate::Error::Shape`] for an output of other lengths. Nothing is
+    /// As [`MultiHeadAttention::attend`], [`crate::Error::Shape`] for an output of other lengths, and
+    /// [`crate::Error::Value`] if the options ask for weights, which [`MultiHeadAttention::attend`] returns. Nothing is
     /// written then.
     pub fn attend_into(
         &self,
@@ -281,6 +282,7 @@ impl<T: Element> MultiHeadAttention<T> {
         output: &mut ArrayRef3<T>,
         workspace: &mut Workspace<T>,
     ) -> Result<()> {
+        options.check_no_weights("none asked of attend_into; attend returns them")?;
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         let expected = [Some(batch), Some(q_len), Some(d_model)];
         check_shape("output", "[batch, q_len, d_model]", expected, output.shape())?;

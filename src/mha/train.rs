@@ -191,12 +191,14 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`MultiHeadAttention::attend`].
+    /// As [`MultiHeadAttention::attend`], and [`crate::Error::Value`] if the options ask for weights, which
+    /// [`MultiHeadAttention::attend`] returns.
     pub fn forward_train<'a, 'b>(
         &self,
         inputs: &Inputs<'a, T>,
         options: &Options<'b, T>,
     ) -> Result<(Array3<T>, Tape<'a, 'b, T>)> {
+        options.check_no_weights("none asked of forward_train; attend returns them")?;
         let shape = self.check(inputs, options)?;
         let mut output = zeros("output", "[batch, q_len, d_model]", shape)?;
         let tape = self.record(inputs, options, &mut output, &mut Workspace::new())?;
@@ -230,6 +232,7 @@ impl<T: Element> MultiHeadAttention<T> {
         output: &mut ArrayRef3<T>,
         workspace: &mut Workspace<T>,
     ) -> Result<Tape<'a, 'b, T>> {
+        options.check_no_weights("none asked of forward_train_into; attend returns them")?;
         let (batch, q_len, d_model) = self.check(inputs, options)?;
         check_shape("output", "[batch, q_len, d_model]", [batch, q_len, d_model].map(Some), output.shape())?;
         self.record(inputs, options, output, workspace)

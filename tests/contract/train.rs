@@ -350,7 +350,9 @@ fn an_array_in_several_roles_has_the_sum_of_their_gradients() {
 #[test]
 fn the_output_of_training_is_that_of_attend() {
     let (layer, _) = rich(From::KeyValue);
-    for way in common::ways().into_iter().filter(|way| way.precision == Precision::F32) {
+    // A call that trains returns no weights.
+    let ways = common::ways().into_iter().filter(|way| way.precision == Precision::F32 && way.keep == Keep::Nothing);
+    for way in ways {
         let want = layer.answer(way).unwrap();
         layer
             .trained::<f32, _>(way, Kept::All, |mha, inputs, options| {
