@@ -1,18 +1,18 @@
 //! An encoder or decoder layer: attention, cross-attention if there is any, and the feed-forward block, each with a norm and
 //! a residual. The formulas stand in [`crate::block`].
 
-use ndarray::{Array, Array3, ArrayRef, ArrayView3, Axis};
+use ndarray::{Array, Array3, ArrayRef, ArrayView3};
 
 use super::call::Call;
+use super::decode::{BlockCache, step};
 use super::feed_forward::{self, FeedForward};
 use super::norm::{Norm, add, copied, copied_to};
 use super::train::Kept;
 use crate::attention::{Options, Workspace};
-use crate::cache::KvCache;
 use crate::element::{Element, reused};
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::NormInput;
-use crate::mha::{CAUSAL, Inputs, MultiHeadAttention, Recording, Sequence};
+use crate::mha::{Inputs, MultiHeadAttention, Recording, Sequence};
 
 /// The norms of attention and feed-forward, and where they stand: see [`crate::block`] for the formulas.
 #[derive(Debug, Clone, PartialEq)]
@@ -73,15 +73,6 @@ pub struct Block<T> {
     pub(super) norms: Norms<T>,
 }
 
-/// What a block keeps of the tokens that it has seen.
-#[derive(Debug)]
-pub struct BlockCache<T: Element> {
-    /// Keys and values of its tokens. A ring will do where the mask is a window.
-    pub tokens: KvCache<T>,
-    /// Keys and values of the memory, where there is cross-attention.
-    pub memory: Option<KvCache<T>>,
-}
-
 /// Memory that blocks of one stack share, and that a workspace keeps from call to call.
 #[derive(Debug, Default)]
 pub(crate) struct Room<T> {
@@ -89,6 +80,8 @@ pub(crate) struct Room<T> {
     normed: Vec<T>,
     update: Vec<T>,
     pub(super) tokens: Vec<T>,
+    /// Of caches, before tokens are appended.
+    pub(super) lengths: Vec<usize>,
 }
 
 /// What a walk through a block does besides.
@@ -124,7 +117,7 @@ impl<T: Element> Block<T> {
     pub fn new(attention: MultiHeadAttention<T>, feed_forward: FeedForward<T>, norms: Norms<T>) -> Result<Self> {
         let d_model = attention.config().d_model;
         let block = Self { attention, cross: None, feed_forward, norms };
-        let (first, [_, second]) = block.norms();
+        let (first, [_, second]) = block.each_norm();
         let width = |name, width: usize| check_shape(name, "[d_model]", [Some(d_model)], &[width]);
         width("norm of attention", first.d_model())?;
         width("norm of feed_forward", second.map_or(d_model, Norm::d_model))?;
@@ -317,40 +310,13 @@ impl<T: Element> Block<T> {
     }
 
     /// The norm of attention, and those of cross-attention and feed-forward where they have their own.
-    pub(super) fn norms(&self) -> (&Norm<T>, [Option<&Norm<T>>; 2]) {
+    pub(super) fn each_norm(&self) -> (&Norm<T>, [Option<&Norm<T>>; 2]) {
         let between = self.cross.as_ref().map(|(_, norm)| norm);
         match &self.norms {
             Norms::Pre { attention, feed_forward } | Norms::Post { attention, feed_forward } => {
                 (attention, [between, Some(feed_forward)])
             }
             Norms::Parallel { attention, feed_forward } => (attention, [between, feed_forward.as_ref()]),
-        }
-    }
-
-    /// Empty caches for `capacity` tokens in each of `batch` entries, and of `memory` tokens of the encoder.
-    pub(super) fn cache(&self, batch: usize, capacity: usize) -> Result<BlockCache<T>> {
-        Ok(BlockCache { tokens: self.attention.cache(batch, capacity)?, memory: None })
-    }
-
-    /// Puts what the memory gives to cross-attention into a new cache.
-    pub(super) fn cache_memory(&self, call: &Call<'_, T>) -> Result<Option<KvCache<T>>> {
-        let Some((cross, _)) = &self.cross else { return Ok(None) };
-        let Some(memory) = call.memory else { return Err(no_memory()) };
-        let mut cache = cross.cache(memory.len_of(Axis(0)), memory.len_of(Axis(1)))?;
-        let key = call.memory_key(memory)?;
-        cross.cache_key_value([key.as_ref().map_or(memory, |key| key.view()), memory], &mut cache)?;
-        Ok(Some(cache))
-    }
-
-    /// Checks all that a step could get wrong, since a stack that stops half-way would have half of its caches longer.
-    pub(super) fn check_decode(&self, x: &Array3<T>, call: &Call<'_, T>, cache: &mut BlockCache<T>) -> Result<()> {
-        let inputs = Inputs::new(x);
-        self.attention.check_decode(&inputs, &mut cache.tokens, &step(call))?;
-        match (&self.cross, &cache.memory) {
-            (Some((cross, _)), Some(memory)) => cross.check_reads(&inputs, memory, &call.of_cross()),
-            (Some(_), None) => Err(no_memory()),
-            (None, Some(_)) => Err(unread_memory()),
-            (None, None) => Ok(()),
         }
     }
 
@@ -377,7 +343,7 @@ impl<T: Element> Block<T> {
             }
             Ok(())
         };
-        let Room { feed_forward: mut hidden, normed, update, tokens } = std::mem::take(&mut workspace.block);
+        let Room { feed_forward: mut hidden, normed, update, tokens, lengths } = std::mem::take(&mut workspace.block);
         let array = |name, memory: Vec<T>| reused(name, "[batch, len, d_model]", x.dim(), memory);
         let (mut input, mut output) = (array("normed", normed)?, array("update", update)?);
         let mut attend = |input: &Array3<T>, output: &mut Array3<T>, workspace: &mut Workspace<T>| {
@@ -448,7 +414,7 @@ impl<T: Element> Block<T> {
             }
         }
         let [normed, update] = [input, output].map(|array| array.into_raw_vec_and_offset().0);
-        workspace.block = Room { feed_forward: hidden, normed, update, tokens };
+        workspace.block = Room { feed_forward: hidden, normed, update, tokens, lengths };
         Ok(())
     }
 }
@@ -474,14 +440,6 @@ impl<T: Element> Target<'_, T> {
     }
 }
 
-/// The options of self-attention in decoding.
-fn step<'a, T: Element>(call: &Call<'a, T>) -> Options<'a, T> {
-    match call.mask {
-        Some(_) => call.of_attention(),
-        None => call.of_attention().mask(&CAUSAL),
-    }
-}
-
 /// Writes the tokens that `run` makes of `x` to the caller's array of the same shape, and keeps their memory for the next
 /// call.
 pub(super) fn write_to<T: Element, D: Sequence>(
@@ -503,6 +461,6 @@ pub(super) fn no_memory() -> Error {
     Error::value("memory", "what cross-attention reads", "none")
 }
 
-fn unread_memory() -> Error {
+pub(super) fn unread_memory() -> Error {
     Error::value("memory", "cross-attention that reads it", "a block without")
 }

@@ -21,6 +21,7 @@
 
 mod activation;
 mod call;
+mod decode;
 mod feed_forward;
 mod layer;
 mod norm;
@@ -31,9 +32,10 @@ mod train;
 pub use activation::Activation;
 pub(crate) use activation::{Part, activate};
 pub use call::Call;
+pub use decode::BlockCache;
 pub use feed_forward::{FeedForward, FeedForwardGradients, FeedForwardWeights};
 pub(crate) use layer::Room;
-pub use layer::{Block, BlockCache, Norms};
+pub use layer::{Block, Norms};
 pub use norm::{Norm, NormGradients, NormWeights};
 pub use parameters::{BlockNorms, BlockWeights, StackWeights};
 pub use stack::{Stack, StackTape};

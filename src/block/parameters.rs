@@ -150,7 +150,7 @@ impl<T: Element> Block<T> {
     /// ```
     pub fn parameters(&self) -> impl Iterator<Item = (String, ArrayViewD<'_, T>)> {
         let Self { attention, cross, feed_forward, .. } = self;
-        let (own, [between, last]) = self.norms();
+        let (own, [between, last]) = self.each_norm();
         let norms = [Some(own), between, last];
         named(
             attention.weights().iter(),
@@ -213,7 +213,7 @@ impl<T: Element> Block<T> {
     /// Zeros in the shapes of the parameters.
     pub(super) fn zeros(&self) -> BlockWeights<T> {
         let Self { attention, cross, feed_forward, .. } = self;
-        let (own, [between, last]) = self.norms();
+        let (own, [between, last]) = self.each_norm();
         BlockWeights {
             attention: attention.weights().zeros_like(),
             cross: cross.as_ref().map(|(cross, _)| cross.weights().zeros_like()),

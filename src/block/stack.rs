@@ -3,7 +3,8 @@
 use ndarray::{Array, Array3, ArrayRef, ArrayView3};
 
 use super::call::Call;
-use super::layer::{Block, BlockCache, Walk, write_to};
+use super::decode::{BlockCache, appending};
+use super::layer::{Block, Walk, write_to};
 use super::norm::{Norm, copied, copied_to};
 use super::parameters::{StackWeights, check_gradients};
 use super::train::{Back, BlockGradients, Kept, Shared, StackGradients, WayBack};
@@ -371,11 +372,11 @@ impl<T: Element> Stack<T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Value`] if there is no memory, or not one cache for each block; [`Error::Shape`] for a memory that does not
-    /// fit. The caches are as they were then.
+    /// As [`Block::cache_memory`], and [`Error::Shape`] if there is not one cache for each block. The caches are as they were
+    /// then.
     pub fn cache_memory(&self, call: &Call<'_, T>, caches: &mut [BlockCache<T>]) -> Result<()> {
         self.check_count(caches)?;
-        let memories = self.blocks.iter().map(|block| block.cache_memory(call)).collect::<Result<Vec<_>>>()?;
+        let memories = self.blocks.iter().map(|block| block.memory_cache(call)).collect::<Result<Vec<_>>>()?;
         caches.iter_mut().zip(memories).for_each(|(cache, memory)| cache.memory = memory);
         Ok(())
     }
@@ -400,8 +401,8 @@ impl<T: Element> Stack<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`Block::forward`]; [`Error::CacheFull`] if there is no room, [`Error::Value`] if there is not one cache for each
-    /// block, [`Error::Shape`] for caches of other blocks. The caches are as they were then.
+    /// As [`Block::decode`], and [`Error::Shape`] if there is not one cache for each block. The caches are as they were
+    /// then, with the exception that [`Block::decode`] names.
     pub fn decode<D: Sequence>(
         &self,
         x: &ArrayRef<T, D>,
@@ -464,7 +465,9 @@ impl<T: Element> Stack<T> {
         for (index, (block, cache)) in self.blocks.iter().zip(caches.iter_mut()).enumerate() {
             block.check_decode(&tokens, &call.at(index), cache)?;
         }
-        let mut tokens = self.walk(tokens, call, caches.iter_mut().map(Walk::Decode), workspace)?;
+        let mut tokens = appending(caches, workspace, |caches, workspace| {
+            self.walk(tokens, call, caches.iter_mut().map(Walk::Decode), workspace)
+        })?;
         self.finish(&mut tokens);
         Ok(tokens)
     }

@@ -356,7 +356,7 @@ impl<T: Element> Block<T> {
         let WayBack { call, kept: Kept { tokens, recordings }, d, d_weights } = way;
         let BlockWeights { attention: d_attention, cross: d_cross, feed_forward: d_feed_forward, norms: d_norms } =
             d_weights;
-        let (first, [between, last]) = self.norms();
+        let (first, [between, last]) = self.each_norm();
         let norms: Vec<_> = [Some(first), between, last].into_iter().flatten().collect();
         let part = |index: usize| match place {
             Place::Before => Part {
@@ -398,7 +398,7 @@ impl<T: Element> Block<T> {
     fn run_parallel_back(&self, way: WayBack<'_, '_, T>, back: &mut Back<'_, T>) -> Result<()> {
         let WayBack { call, kept: Kept { tokens, recordings }, d, d_weights } = way;
         let (Some(x), Some(recording)) = (tokens.first(), recordings.first()) else { return Ok(()) };
-        let (first, [_, second]) = self.norms();
+        let (first, [_, second]) = self.each_norm();
         let [mut input, mut d_first, mut d_second] = back.arrays(x)?;
         normalise(x, first, &mut input);
         let attention = Attention { mha: &self.attention, x: &input, recording };

@@ -306,6 +306,19 @@ impl<S: Storage> KvCache<S> {
         self.truncate_by(|entry| lengths[entry])
     }
 
+    /// Back to the lengths that it had before tokens were appended: `lengths[b]` for entry b. Returns whether that was
+    /// possible; a ring that has overwritten what the next token would see stays as it is.
+    pub(crate) fn restore(&mut self, lengths: &[usize]) -> bool {
+        let is_restored =
+            self.truncate_by(|entry| if lengths[entry] == 0 { usize::MAX } else { lengths[entry] }).is_ok();
+        if is_restored {
+            // An entry that was empty needs nothing of what it had.
+            let entries = self.lengths.iter_mut().zip(&mut self.oldest).zip(lengths);
+            entries.filter(|(_, wanted)| **wanted == 0).for_each(|(entry, _)| (*entry.0, *entry.1) = (0, 0));
+        }
+        is_restored
+    }
+
     fn truncate_by(&mut self, wanted: impl Fn(usize) -> usize) -> Result<()> {
         for (entry, (&length, &oldest)) in self.lengths.iter().zip(&self.oldest).enumerate() {
             let wanted = wanted(entry);

@@ -1,4 +1,5 @@
-//! A workspace that is used again: calls after the first allocate nothing, and what it holds never matters.
+//! A workspace that is used again: calls after the first allocate nothing, and what it holds never matters. And calls
+//! that there is no memory for.
 //!
 //! Allocations are counted on the threads of a pool of the test's own, and calls are made from inside its `install`: a
 //! call from outside is handed over through rayon's queue, which may allocate, and the test harness allocates on
@@ -12,6 +13,7 @@ mod blocks;
 #[path = "../common/mod.rs"]
 mod common;
 mod decode;
+mod failing;
 
 use common::{Keep, Precision, Seeded, Way, assert_bits, typed, widened};
 use multihead::ndarray::{Array2, Array3, Array4, s};
@@ -33,6 +35,8 @@ static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static WATCHED: Cell<bool> = const { Cell::new(false) };
+    /// The most bytes that the thread is given at a time.
+    static LIMIT: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
 fn count() {
@@ -41,10 +45,18 @@ fn count() {
     }
 }
 
-// SAFETY: every call is handed on to `System` as it came.
+/// Whether there is no memory for so many bytes.
+fn is_refused(size: usize) -> bool {
+    LIMIT.try_with(Cell::get).is_ok_and(|limit| size > limit)
+}
+
+// SAFETY: every call is handed on to `System` as it came, or answered with null, which says that there is no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count();
+        if is_refused(layout.size()) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promises are those that `System` asks for.
         unsafe { System.alloc(layout) }
     }
@@ -56,6 +68,9 @@ unsafe impl GlobalAlloc for Counting {
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count();
+        if is_refused(size) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: as above.
         unsafe { System.realloc(pointer, layout, size) }
     }
