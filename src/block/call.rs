@@ -194,11 +194,12 @@ impl<'a, T: Element> Call<'a, T> {
 
     /// Checks what is added.
     pub(super) fn check(&self, x: ArrayView3<'_, T>) -> Result<()> {
-        let like = |name, array: &Option<ArrayView3<'_, T>>, (batch, len, width): (usize, usize, usize)| match array {
-            Some(array) => check_shape(name, "[batch, len, d_model]", [batch, len, width].map(Some), array.shape()),
-            None => Ok(()),
-        };
         like("positions", &self.positions, x.dim())?;
+        self.check_memory()
+    }
+
+    /// Checks what is added to the memory.
+    pub(super) fn check_memory(&self) -> Result<()> {
         match &self.memory {
             Some(memory) => like("memory_positions", &self.memory_positions, memory.dim()),
             None if self.memory_positions.is_some() => {
@@ -242,6 +243,18 @@ impl<T: Element> Placed<'_, T> {
             Some(key) => self.query().key_value(key, memory),
             None => self.query().context(memory),
         }
+    }
+}
+
+/// Checks that an array has the shape of what it is added to, if there is one.
+fn like<T>(
+    name: &'static str,
+    array: &Option<ArrayView3<'_, T>>,
+    (batch, len, width): (usize, usize, usize),
+) -> Result<()> {
+    match array {
+        Some(array) => check_shape(name, "[batch, len, d_model]", [batch, len, width].map(Some), array.shape()),
+        None => Ok(()),
     }
 }
 

@@ -81,6 +81,7 @@ impl<T: Element> Block<T> {
     pub(super) fn memory_cache(&self, call: &Call<'_, T>) -> Result<Option<KvCache<T>>> {
         let Some((cross, _)) = &self.cross else { return Ok(None) };
         let Some(memory) = call.memory else { return Err(no_memory()) };
+        call.check_memory()?;
         let mut cache = cross.cache(memory.len_of(Axis(0)), memory.len_of(Axis(1)))?;
         let key = call.memory_key(memory)?;
         cross.cache_key_value([key.as_ref().map_or(memory, |key| key.view()), memory], &mut cache)?;

@@ -9,6 +9,7 @@ mod common;
 mod accuracy;
 mod any_input;
 mod block_gradients;
+mod block_parts;
 mod blocks;
 mod bug_reports_gradients;
 mod bug_reports_masks;
