@@ -12,6 +12,7 @@
 //! | two products with GELU, ReLU or SiLU between them, SwiGLU | [`FeedForward`] |
 //! | an encoder or decoder layer | [`Block`] |
 //! | many of them, with caches | [`Stack`] |
+//! | other heads, norms or weights in one that is there | [`BlockParts`] |
 //! | gradients of a block | [`Block::forward_train`], then [`Block::backward`] |
 //! | those of a stack, and an optimiser | [`Stack::forward_train`], [`Stack::backward`], [`Stack::parameters_mut`] |
 //!
@@ -26,6 +27,7 @@ mod feed_forward;
 mod layer;
 mod norm;
 mod parameters;
+mod parts;
 mod stack;
 mod train;
 
@@ -38,5 +40,6 @@ pub(crate) use layer::Room;
 pub use layer::{Block, Norms};
 pub use norm::{Norm, NormGradients, NormWeights};
 pub use parameters::{BlockNorms, BlockWeights, StackWeights};
+pub use parts::BlockParts;
 pub use stack::{Stack, StackTape};
 pub use train::{BlockGradients, BlockTape, StackGradients};
