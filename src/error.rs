@@ -1,5 +1,6 @@
 //! What can be wrong with a call, said with the argument's name, what was expected and what came.
 
+use std::borrow::Cow;
 use std::fmt;
 
 /// The result of every fallible function of this crate.
@@ -81,8 +82,8 @@ pub enum Error {
     Value {
         /// The argument's name.
         argument: &'static str,
-        /// What is allowed.
-        expected: &'static str,
+        /// What is allowed, with the numbers that it depends on.
+        expected: Cow<'static, str>,
         /// What came, printed.
         got: String,
     },
@@ -189,8 +190,12 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn value(argument: &'static str, expected: &'static str, got: impl fmt::Display) -> Self {
-        Self::Value { argument, expected, got: got.to_string() }
+    pub(crate) fn value(
+        argument: &'static str,
+        expected: impl Into<Cow<'static, str>>,
+        got: impl fmt::Display,
+    ) -> Self {
+        Self::Value { argument, expected: expected.into(), got: got.to_string() }
     }
 }
 

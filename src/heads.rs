@@ -231,7 +231,8 @@ mod written {
             match kv_of_head {
                 None => Self::grouped(num_heads, num_kv_heads),
                 Some(map) if map.len() != num_heads => {
-                    Err(crate::Error::value("kv_of_head", "one entry for each of num_heads", map.len()))
+                    let expected = format!("one entry for each of num_heads = {num_heads}");
+                    Err(crate::Error::value("kv_of_head", expected, map.len()))
                 }
                 Some(map) => Self::explicit(&map, num_kv_heads),
             }

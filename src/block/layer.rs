@@ -152,8 +152,10 @@ impl<T: Element> Block<T> {
         let width = |name, width: usize| check_shape(name, "[d_model]", [Some(d_model)], &[width]);
         width("cross", attention.config().d_model)?;
         width("norm of cross", norm.d_model())?;
-        if attention.config().k_dim != attention.config().v_dim {
-            return Err(Error::value("v_dim of cross", "k_dim, since both read the memory", attention.config().v_dim));
+        let (k_dim, v_dim) = (attention.config().k_dim, attention.config().v_dim);
+        if k_dim != v_dim {
+            let expected = format!("k_dim = {k_dim}, since both read the memory");
+            return Err(Error::value("v_dim of cross", expected, v_dim));
         }
         if matches!(self.norms, Norms::Parallel { .. }) {
             return Err(Error::value("cross", "norms before or after each part", "parallel parts"));

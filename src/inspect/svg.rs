@@ -112,10 +112,11 @@ impl<'a, T: Element> HeatMaps<'a, T> {
     pub fn note(mut self, head: usize, text: &str, framed: Option<[usize; 2]>) -> Result<Self> {
         let (num_heads, q_len, kv_len) = self.weights.dim();
         if head >= num_heads {
-            return Err(Error::value("head", "a head of the weights", head));
+            return Err(Error::value("head", format!("a head below num_heads = {num_heads}"), head));
         }
         if let Some([i, j]) = framed.filter(|&[i, j]| i >= q_len || j >= kv_len) {
-            return Err(Error::value("framed", "a query and a key of the weights", format!("[{i}, {j}]")));
+            let expected = format!("a query and a key below [q_len, kv_len] = [{q_len}, {kv_len}]");
+            return Err(Error::value("framed", expected, format!("[{i}, {j}]")));
         }
         self.notes.insert(head, Note { text: escaped(text), framed });
         Ok(self)
@@ -296,9 +297,15 @@ mod tests {
         let weights = Array3::<f32>::ones((2, 3, 4));
         let maps = HeatMaps::new(&weights, &["q"; 3], &["k"; 4]).unwrap();
         let text = |head, framed| maps.clone().note(head, "", framed).unwrap_err().to_string();
-        assert_eq!(text(2, None), "head: expected a head of the weights, got 2");
-        assert_eq!(text(0, Some([0, 4])), "framed: expected a query and a key of the weights, got [0, 4]");
-        assert_eq!(text(0, Some([3, 0])), "framed: expected a query and a key of the weights, got [3, 0]");
+        assert_eq!(text(2, None), "head: expected a head below num_heads = 2, got 2");
+        assert_eq!(
+            text(0, Some([0, 4])),
+            "framed: expected a query and a key below [q_len, kv_len] = [3, 4], got [0, 4]"
+        );
+        assert_eq!(
+            text(0, Some([3, 0])),
+            "framed: expected a query and a key below [q_len, kv_len] = [3, 4], got [3, 0]"
+        );
     }
 
     #[test]

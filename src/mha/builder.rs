@@ -377,7 +377,7 @@ impl<T: Element> Builder<T> {
     /// ```
     /// # use multihead::MultiHeadAttention;
     /// let error = MultiHeadAttention::<f32>::builder(24, 5).build().unwrap_err();
-    /// assert_eq!(error.to_string(), "d_model: expected a multiple of num_heads where head_dim is not given, got 24");
+    /// assert_eq!(error.to_string(), "d_model: expected a multiple of num_heads = 5 where head_dim is not given, got 24");
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn build(self) -> Result<MultiHeadAttention<T>> {
@@ -450,7 +450,8 @@ impl<T: Element> Builder<T> {
         let heads = match &self.kv_of_head {
             None => HeadMap::grouped(num_heads, self.num_kv_heads.unwrap_or(num_heads))?,
             Some(map) if map.len() != num_heads => {
-                return Err(Error::value("kv_of_head", "one entry for each of num_heads", map.len()));
+                let expected = format!("one entry for each of num_heads = {num_heads}");
+                return Err(Error::value("kv_of_head", expected, map.len()));
             }
             Some(map) => {
                 let named = map.iter().max().map_or(1, |&last| last.saturating_add(1));
@@ -461,7 +462,8 @@ impl<T: Element> Builder<T> {
             Some(head_dim) => at_least_1("head_dim", head_dim)?,
             None if d_model.is_multiple_of(num_heads) => d_model / num_heads,
             None => {
-                return Err(Error::value("d_model", "a multiple of num_heads where head_dim is not given", d_model));
+                let expected = format!("a multiple of num_heads = {num_heads} where head_dim is not given");
+                return Err(Error::value("d_model", expected, d_model));
             }
         };
         let value_dim = at_least_1("value_dim", self.value_dim.unwrap_or(head_dim))?;

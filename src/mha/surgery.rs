@@ -77,7 +77,7 @@ impl<T: Element> MultiHeadAttention<T> {
         let Config { heads: map, head_dim, value_dim, .. } = &self.config;
         let num_heads = map.num_heads();
         if let Some(head) = heads.iter().find(|&&head| head >= num_heads) {
-            return Err(Error::value("heads", "query heads below num_heads", head));
+            return Err(Error::value("heads", format!("query heads below num_heads = {num_heads}"), head));
         }
         let mut stays = vec![true; num_heads];
         heads.iter().for_each(|&head| stays[head] = false);
@@ -143,7 +143,8 @@ impl<T: Element> MultiHeadAttention<T> {
     pub fn pool_kv_heads(&self, num_kv_heads: usize) -> Result<Self> {
         let Config { heads, head_dim, value_dim, .. } = &self.config;
         if num_kv_heads == 0 || !heads.num_kv_heads().is_multiple_of(num_kv_heads) {
-            return Err(Error::value("num_kv_heads", "a divisor of the present number of KV heads", num_kv_heads));
+            let expected = format!("a divisor of the present num_kv_heads = {}", heads.num_kv_heads());
+            return Err(Error::value("num_kv_heads", expected, num_kv_heads));
         }
         let pool = heads.num_kv_heads() / num_kv_heads;
         let kv_of_head: Vec<usize> = (0..heads.num_heads()).map(|head| heads.kv_head(head) / pool).collect();

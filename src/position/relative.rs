@@ -99,10 +99,12 @@ impl Buckets {
         if count == 0 || !count.is_multiple_of(multiple) {
             return Err(Error::value("buckets", expected, count));
         }
-        match self.reach() > side / 2 {
+        let own = side / 2;
+        match self.reach() > own {
             true => Ok(()),
             false => {
-                Err(Error::value("max_distance", "more than the distances with buckets of their own", self.reach()))
+                let expected = format!("more than the {own} distances with buckets of their own");
+                Err(Error::value("max_distance", expected, self.reach()))
             }
         }
     }

@@ -63,6 +63,11 @@ fn changed_parts_are_checked_as_new_ones() {
         refused(&|parts| parts.cross = Some((cross(1), narrow()))),
         "norm of cross: expected [d_model] = [6], got [5]"
     );
+    let uneven = MultiHeadAttention::builder(D_MODEL, 2).k_dim(MEMORY_WIDTH).v_dim(7).build().unwrap();
+    assert_eq!(
+        refused(&|parts| parts.cross = Some((uneven.clone(), norm(NormKind::Layer, 1)))),
+        "v_dim of cross: expected k_dim = 5, since both read the memory, got 7"
+    );
     assert_eq!(
         refused(&|parts| parts.norms = block(Recipe::new(Form::Parallel, false), 1).norms().clone()),
         "cross: expected norms before or after each part, got parallel parts"

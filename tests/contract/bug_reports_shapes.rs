@@ -345,7 +345,7 @@ fn b55_argument_checks() {
     let builder = MultiHeadAttention::<f32>::builder;
     refused(builder(0, 2), "d_model: expected at least 1, got 0");
     refused(builder(8, 0), "num_heads: expected at least 1, got 0");
-    refused(builder(10, 3), "d_model: expected a multiple of num_heads where head_dim is not given, got 10");
+    refused(builder(10, 3), "d_model: expected a multiple of num_heads = 3 where head_dim is not given, got 10");
     refused(builder(9, 3).num_kv_heads(2), "num_heads: expected a multiple of num_kv_heads = 2, got 3");
     refused(builder(8, 2).num_kv_heads(4), "num_heads: expected a multiple of num_kv_heads = 4, got 2");
     refused(builder(8, 2).num_kv_heads(0), "num_kv_heads: expected at least 1, got 0");

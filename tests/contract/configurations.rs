@@ -78,7 +78,7 @@ fn what_could_not_be_built_is_not_read() {
     );
     assert_eq!(
         heads(json!({"num_heads": 3, "num_kv_heads": 2, "kv_of_head": [0, 1]})),
-        "kv_of_head: expected one entry for each of num_heads, got 2"
+        "kv_of_head: expected one entry for each of num_heads = 3, got 2"
     );
     assert!(
         heads(json!({"num_heads": 2, "num_kv_heads": 2, "group_size": 1})).starts_with("unknown field `group_size`")
@@ -92,7 +92,7 @@ fn what_could_not_be_built_is_not_read() {
     };
     assert_eq!(
         config("d_model", json!(10)),
-        "d_model: expected a multiple of num_heads where head_dim is not given, got 10"
+        "d_model: expected a multiple of num_heads = 3 where head_dim is not given, got 10"
     );
     assert_eq!(config("d_model", json!(0)), "d_model: expected at least 1, got 0");
     assert_eq!(config("head_dim", json!(0)), "head_dim: expected at least 1, got 0");

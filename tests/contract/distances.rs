@@ -322,7 +322,7 @@ fn what_does_not_fit_is_refused() {
     bias(Buckets::T5 { count: 30, max_distance: 128 }, (30, 2)).refused(text);
     let text = "buckets: expected a multiple of 2 above 0, got 0";
     bias(Buckets::T5Causal { count: 0, max_distance: 128 }, (0, 2)).refused(text);
-    let text = "max_distance: expected more than the distances with buckets of their own, got 8";
+    let text = "max_distance: expected more than the 8 distances with buckets of their own, got 8";
     bias(Buckets::T5 { count: 32, max_distance: 8 }, (32, 2)).refused(text);
     keys((4, 1)).refused("relative_keys: expected an odd number of rows, 2 clip + 1, got 4");
     keys((5, 2)).refused("relative_keys: expected [2 clip + 1, head_dim] = [_, 1], got [5, 2]");

@@ -137,9 +137,9 @@ fn sizes_of_layers() {
         (builder(4, 2).value_dim(0), "value_dim: expected at least 1, got 0"),
         (builder(4, 2).k_dim(0), "k_dim: expected at least 1, got 0"),
         (builder(4, 2).v_dim(0), "v_dim: expected at least 1, got 0"),
-        (builder(4, 3), "d_model: expected a multiple of num_heads where head_dim is not given, got 4"),
-        (builder(2, 4), "d_model: expected a multiple of num_heads where head_dim is not given, got 2"),
-        (builder(4, 2).kv_of_head(&[0]), "kv_of_head: expected one entry for each of num_heads, got 1"),
+        (builder(4, 3), "d_model: expected a multiple of num_heads = 3 where head_dim is not given, got 4"),
+        (builder(2, 4), "d_model: expected a multiple of num_heads = 4 where head_dim is not given, got 2"),
+        (builder(4, 2).kv_of_head(&[0]), "kv_of_head: expected one entry for each of num_heads = 2, got 1"),
         (builder(4, 2).scale(f64::NAN), "scale: expected a finite number, got NaN"),
         (builder(4, 2).softcap(-1.0), "softcap: expected a finite number above 0, got -1"),
     ];

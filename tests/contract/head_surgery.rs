@@ -216,10 +216,10 @@ fn importance_is_the_gradient_of_a_gate() {
 fn what_does_not_fit_is_named() {
     let mha = layer::<f32>(&[0, 1, 1, 0, 2, 2], 3, 0);
     let text = |result: multihead::Result<MultiHeadAttention<f32>>| result.unwrap_err().to_string();
-    assert_eq!(text(mha.prune_heads(&[0, 6])), "heads: expected query heads below num_heads, got 6");
+    assert_eq!(text(mha.prune_heads(&[0, 6])), "heads: expected query heads below num_heads = 6, got 6");
     assert_eq!(
         text(mha.prune_heads(&[usize::MAX])),
-        format!("heads: expected query heads below num_heads, got {}", usize::MAX)
+        format!("heads: expected query heads below num_heads = 6, got {}", usize::MAX)
     );
     assert_eq!(
         text(mha.prune_heads(&[5, 4, 3, 2, 1, 0])),
@@ -228,7 +228,7 @@ fn what_does_not_fit_is_named() {
     assert_eq!(mha.prune_heads(&[3, 3]).unwrap(), mha.prune_heads(&[3]).unwrap());
     assert_eq!(mha.prune_heads(&[]).unwrap(), mha);
     for num_kv_heads in [0, 2, 4, usize::MAX] {
-        let want = format!("num_kv_heads: expected a divisor of the present number of KV heads, got {num_kv_heads}");
+        let want = format!("num_kv_heads: expected a divisor of the present num_kv_heads = 3, got {num_kv_heads}");
         assert_eq!(text(mha.pool_kv_heads(num_kv_heads)), want);
     }
     assert_eq!(text(mha.gate(&Array1::ones(5))), "gates: expected [num_heads] = [6], got [5]");
