@@ -16,7 +16,7 @@ use crate::position::{Positions, Turn};
 
 /// An input with or without a batch axis: `[batch, len, width]` or `[len, width]`.
 ///
-/// Implemented for ranks 3 and 2, and sealed by being implemented for nothing else that can be built.
+/// Implemented for ranks 3 and 2, and sealed: it cannot be implemented for other types.
 pub trait Sequence: Dimension + sealed::Sealed {
     /// The view with a batch axis.
     fn batched<T>(array: &ArrayRef<T, Self>) -> ArrayView3<'_, T>;

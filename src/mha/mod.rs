@@ -190,7 +190,9 @@ impl<T: Element> MultiHeadAttention<T> {
     /// ```
     ///
     /// # Errors
-    /// [`crate::Error::Shape`] names the array that does not fit; the layer is unchanged then.
+    /// [`crate::Error::Shape`] names the array that does not fit; [`crate::Error::Value`] says that a table of relative
+    /// biases is missing or is there without buckets in the layer, or that relative keys have an even number of rows. The
+    /// layer is unchanged then.
     pub fn set_weights(&mut self, weights: Weights<T>) -> Result<()> {
         weights.check(&self.config)?;
         *self.weights.edit() = weights;

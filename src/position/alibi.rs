@@ -79,12 +79,12 @@ impl Alibi {
         }
     }
 
-    /// Checks that there is a slope for each head, which is a number in the type of the call.
     /// The slopes of these heads.
     pub(crate) fn select(&self, heads: &[usize]) -> Self {
         Self(Slopes::Own(heads.iter().filter_map(|&head| self.slope(head)).collect()))
     }
 
+    /// Checks that there is a slope for each head, which is a number in the type of the call.
     pub(crate) fn check<T: Element>(&self, num_heads: usize) -> Result<()> {
         check_shape("alibi slopes", "[num_heads]", [Some(num_heads)], &[self.num_heads()])?;
         match &self.0 {
