@@ -36,11 +36,11 @@ impl Detr {
         features: &ArrayRef3<f32>,
         places: &ArrayRef3<f32>,
     ) -> Result<(Array3<f32>, Array3<f32>), Fault> {
-        let memory = self.encoder.forward(features, &Call::new().positions(places))?;
+        let memory = self.encoder.forward(features, &Call::new().position_embeddings(places))?;
         let (count, d_model) = self.queries.dim();
         let shape = (features.dim().0, count, d_model);
         let queries = self.queries.broadcast(shape).ok_or("expected queries for each image")?;
-        let call = Call::new().positions(&queries).memory(&memory).memory_positions(places);
+        let call = Call::new().position_embeddings(&queries).memory(&memory).memory_position_embeddings(places);
         let objects = self.decoder.forward(&Array3::zeros(shape), &call)?;
         Ok((memory, objects))
     }

@@ -24,14 +24,14 @@ pub struct Call<'a, T> {
     pub(super) memory: Option<ArrayView3<'a, T>>,
     pub(super) memory_mask: Option<&'a Mask>,
     /// Added to the queries and keys of self-attention and to the queries of cross-attention.
-    positions: Option<ArrayView3<'a, T>>,
-    memory_positions: Option<ArrayView3<'a, T>>,
+    position_embeddings: Option<ArrayView3<'a, T>>,
+    memory_position_embeddings: Option<ArrayView3<'a, T>>,
     /// Rate and seed.
     dropout: Option<(f64, u64)>,
     recompute: bool,
 }
 
-/// Tokens, and with their positions added where there are any.
+/// Tokens, and with their position embeddings added where there are any.
 pub(super) struct Placed<'a, T> {
     query: Option<Array3<T>>,
     x: ArrayView3<'a, T>,
@@ -55,8 +55,8 @@ impl<'a, T: Element> Call<'a, T> {
             mask: None,
             memory: None,
             memory_mask: None,
-            positions: None,
-            memory_positions: None,
+            position_embeddings: None,
+            memory_position_embeddings: None,
             dropout: None,
             recompute: false,
         }
@@ -111,12 +111,12 @@ impl<'a, T: Element> Call<'a, T> {
     /// ```
     /// # use multihead::{block::Call, ndarray::Array2};
     /// let places = Array2::<f32>::ones((12, 16));
-    /// let call = Call::new().positions(&places);
+    /// let call = Call::new().position_embeddings(&places);
     /// # let _ = call;
     /// ```
     #[doc(alias = "object_queries")]
-    pub fn positions<D: Sequence>(mut self, positions: &'a ArrayRef<T, D>) -> Self {
-        self.positions = Some(D::batched(positions));
+    pub fn position_embeddings<D: Sequence>(mut self, embeddings: &'a ArrayRef<T, D>) -> Self {
+        self.position_embeddings = Some(D::batched(embeddings));
         self
     }
 
@@ -125,11 +125,11 @@ impl<'a, T: Element> Call<'a, T> {
     /// ```
     /// # use multihead::{block::Call, ndarray::Array2};
     /// let (encoded, places) = (Array2::<f32>::ones((12, 16)), Array2::ones((12, 16)));
-    /// let call = Call::new().memory(&encoded).memory_positions(&places);
+    /// let call = Call::new().memory(&encoded).memory_position_embeddings(&places);
     /// # let _ = call;
     /// ```
-    pub fn memory_positions<D: Sequence>(mut self, positions: &'a ArrayRef<T, D>) -> Self {
-        self.memory_positions = Some(D::batched(positions));
+    pub fn memory_position_embeddings<D: Sequence>(mut self, embeddings: &'a ArrayRef<T, D>) -> Self {
+        self.memory_position_embeddings = Some(D::batched(embeddings));
         self
     }
 
@@ -184,26 +184,26 @@ impl<'a, T: Element> Call<'a, T> {
         if self.recompute { options.recompute() } else { options }
     }
 
-    pub(super) fn has_positions(&self) -> bool {
-        self.positions.is_some()
+    pub(super) fn has_position_embeddings(&self) -> bool {
+        self.position_embeddings.is_some()
     }
 
-    pub(super) fn has_memory_positions(&self) -> bool {
-        self.memory_positions.is_some()
+    pub(super) fn has_memory_position_embeddings(&self) -> bool {
+        self.memory_position_embeddings.is_some()
     }
 
     /// Checks what is added.
     pub(super) fn check(&self, x: ArrayView3<'_, T>) -> Result<()> {
-        like("positions", &self.positions, x.dim())?;
+        like("position_embeddings", &self.position_embeddings, x.dim())?;
         self.check_memory()
     }
 
     /// Checks what is added to the memory.
     pub(super) fn check_memory(&self) -> Result<()> {
         match &self.memory {
-            Some(memory) => like("memory_positions", &self.memory_positions, memory.dim()),
-            None if self.memory_positions.is_some() => {
-                Err(Error::value("memory_positions", "a memory that they belong to", "none"))
+            Some(memory) => like("memory_position_embeddings", &self.memory_position_embeddings, memory.dim()),
+            None if self.memory_position_embeddings.is_some() => {
+                Err(Error::value("memory_position_embeddings", "a memory that they belong to", "none"))
             }
             None => Ok(()),
         }
@@ -211,12 +211,12 @@ impl<'a, T: Element> Call<'a, T> {
 
     /// Self-attention of `x`.
     pub(super) fn of_tokens<'x>(&self, x: ArrayView3<'x, T>) -> Result<Placed<'x, T>> {
-        Ok(Placed { query: added(x, &self.positions)?, x })
+        Ok(Placed { query: added(x, &self.position_embeddings)?, x })
     }
 
     /// The keys of the memory, where they are not the memory itself.
     pub(super) fn memory_key(&self, memory: ArrayView3<'_, T>) -> Result<Option<Array3<T>>> {
-        added(memory, &self.memory_positions)
+        added(memory, &self.memory_position_embeddings)
     }
 }
 
@@ -258,10 +258,10 @@ fn like<T>(
     }
 }
 
-fn added<T: Element>(x: ArrayView3<'_, T>, positions: &Option<ArrayView3<'_, T>>) -> Result<Option<Array3<T>>> {
-    let Some(positions) = positions else { return Ok(None) };
-    let mut sum = super::norm::copied("x + positions", x)?;
-    debug_assert_eq!(sum.len_of(Axis(1)), positions.len_of(Axis(1)));
-    sum += positions;
+fn added<T: Element>(x: ArrayView3<'_, T>, embeddings: &Option<ArrayView3<'_, T>>) -> Result<Option<Array3<T>>> {
+    let Some(embeddings) = embeddings else { return Ok(None) };
+    let mut sum = super::norm::copied("x + position_embeddings", x)?;
+    debug_assert_eq!(sum.len_of(Axis(1)), embeddings.len_of(Axis(1)));
+    sum += embeddings;
     Ok(Some(sum))
 }

@@ -70,7 +70,7 @@ impl<T: Element> Block<T> {
     ///
     /// # Errors
     /// [`Error::Value`](crate::Error::Value) if there is cross-attention and no memory,
-    /// [`Error::Shape`](crate::Error::Shape) for a memory that does not fit the block or its positions,
+    /// [`Error::Shape`](crate::Error::Shape) for a memory that does not fit the block or its position embeddings,
     /// [`Error::TooLarge`](crate::Error::TooLarge) if there is no room for what is kept of it. The cache is as it was then.
     pub fn cache_memory(&self, call: &Call<'_, T>, cache: &mut BlockCache<T>) -> Result<()> {
         cache.memory = self.memory_cache(call)?;
@@ -125,7 +125,7 @@ impl<T: Element> Block<T> {
     }
 
     /// [`Block::decode`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
-    /// steps after the first allocate nothing, unless the call has positions to add.
+    /// steps after the first allocate nothing, unless the call has position embeddings.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};

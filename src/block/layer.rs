@@ -271,7 +271,7 @@ impl<T: Element> Block<T> {
     }
 
     /// [`Block::forward`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
-    /// calls after the first allocate nothing, unless the call has positions to add.
+    /// calls after the first allocate nothing, unless the call has position embeddings.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};

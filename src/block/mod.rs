@@ -17,8 +17,8 @@
 //! | those of a stack, and an optimiser | [`Stack::forward_train`], [`Stack::backward`], [`Stack::parameters_mut`] |
 //!
 //! Tokens are `[batch, len, d_model]` or `[len, d_model]`. Embeddings and heads of models are the caller's: a row of a
-//! table and a product. The `*_into` functions of blocks and stacks allocate nothing from call to call, unless positions
-//! are added to the tokens. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
+//! table and a product. The `*_into` functions of blocks and stacks allocate nothing from call to call, unless position
+//! embeddings are added to the tokens. The folder `examples` builds BERT, GPT-2, LLaMA and others of these.
 
 mod activation;
 mod call;

@@ -158,7 +158,7 @@ impl<T: Element> Stack<T> {
     }
 
     /// [`Stack::forward`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
-    /// calls after the first allocate nothing, unless the call has positions to add.
+    /// calls after the first allocate nothing, unless the call has position embeddings.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
@@ -413,7 +413,7 @@ impl<T: Element> Stack<T> {
     }
 
     /// [`Stack::decode`] into an array of the caller's, which has the shape of `x` and any strides. With the same workspace,
-    /// steps after the first allocate nothing, unless the call has positions to add.
+    /// steps after the first allocate nothing, unless the call has position embeddings.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};
@@ -506,7 +506,7 @@ impl<T: Element> Stack<T> {
 }
 
 impl<T: Element> StackTape<'_, T> {
-    /// How much memory the tape holds; a memory and positions are the caller's.
+    /// How much memory the tape holds; a memory and position embeddings are the caller's.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms, Stack};

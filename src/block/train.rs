@@ -69,10 +69,10 @@ pub struct BlockGradients<T, W = BlockWeights<T>> {
     pub d_x: Array3<T>,
     /// `[batch, kv_len, k_dim]`, where there is a memory; the sum over all that read it.
     pub d_memory: Option<Array3<T>>,
-    /// `[batch, len, d_model]`, where there are [`Call::positions`]; the sum over all that add them.
-    pub d_positions: Option<Array3<T>>,
-    /// `[batch, kv_len, k_dim]`, where there are [`Call::memory_positions`]; the sum over all that add them.
-    pub d_memory_positions: Option<Array3<T>>,
+    /// `[batch, len, d_model]`, where there are [`Call::position_embeddings`]; the sum over all that add them.
+    pub d_position_embeddings: Option<Array3<T>>,
+    /// `[batch, kv_len, k_dim]`, where there are [`Call::memory_position_embeddings`]; the sum over all that add them.
+    pub d_memory_position_embeddings: Option<Array3<T>>,
     /// The gradient of each parameter, under its name.
     pub weights: W,
 }
@@ -84,14 +84,14 @@ impl<T: Element, W> BlockGradients<T, W> {
     /// Zeros for parameters, and no inputs yet.
     pub(super) fn begin(weights: W) -> Self {
         let d_x = Array3::zeros((0, 0, 0));
-        Self { d_x, d_memory: None, d_positions: None, d_memory_positions: None, weights }
+        Self { d_x, d_memory: None, d_position_embeddings: None, d_memory_position_embeddings: None, weights }
     }
 
     /// Takes the place of the gradients of the inputs.
     pub(super) fn replace(&mut self, d_x: Array3<T>, shared: Shared<T>) {
         self.d_x = d_x;
-        (self.d_memory, self.d_positions) = (shared.d_memory, shared.d_positions);
-        self.d_memory_positions = shared.d_memory_positions;
+        (self.d_memory, self.d_position_embeddings) = (shared.d_memory, shared.d_position_embeddings);
+        self.d_memory_position_embeddings = shared.d_memory_position_embeddings;
     }
 }
 
@@ -99,8 +99,8 @@ impl<T: Element, W> BlockGradients<T, W> {
 #[derive(Debug)]
 pub(super) struct Shared<T> {
     d_memory: Option<Array3<T>>,
-    d_positions: Option<Array3<T>>,
-    d_memory_positions: Option<Array3<T>>,
+    d_position_embeddings: Option<Array3<T>>,
+    d_memory_position_embeddings: Option<Array3<T>>,
 }
 
 impl<T: Element> Shared<T> {
@@ -110,8 +110,14 @@ impl<T: Element> Shared<T> {
         let memory = |name| call.memory.map(|memory| zeros(name, "[batch, kv_len, k_dim]", memory.dim())).transpose();
         Ok(Self {
             d_memory: memory("d_memory")?,
-            d_positions: call.has_positions().then(|| tokens("d_positions")).transpose()?,
-            d_memory_positions: if call.has_memory_positions() { memory("d_memory_positions")? } else { None },
+            d_position_embeddings: match call.has_position_embeddings() {
+                true => Some(tokens("d_position_embeddings")?),
+                false => None,
+            },
+            d_memory_position_embeddings: match call.has_memory_position_embeddings() {
+                true => memory("d_memory_position_embeddings")?,
+                false => None,
+            },
         })
     }
 }
@@ -164,7 +170,7 @@ struct Attention<'p, T> {
 }
 
 impl<T: Element> BlockTape<'_, T> {
-    /// How much memory the tape holds; a memory and positions are the caller's.
+    /// How much memory the tape holds; a memory and position embeddings are the caller's.
     ///
     /// ```
     /// # use multihead::block::{Activation, Block, Call, FeedForward, FeedForwardWeights, Norm, Norms};
@@ -479,9 +485,9 @@ impl<'w, T: Element> Back<'w, T> {
         d_weights: &mut Weights<T>,
     ) -> Result<()> {
         let (placed, options) = (call.of_tokens(x.view())?, call.of_attention());
-        // With positions, queries and keys are other tokens than values.
+        // With position embeddings, queries and keys are other tokens than values.
         let other = |name| zeros(name, "[batch, len, d_model]", x.dim());
-        let has_others = call.has_positions();
+        let has_others = call.has_position_embeddings();
         let mut d_key = has_others.then(|| other("d_key")).transpose()?;
         let mut d_value = has_others.then(|| other("d_value")).transpose()?;
         let tape = TapeRef { inputs: &placed.inputs(), options: &options, recording };
@@ -495,7 +501,7 @@ impl<'w, T: Element> Back<'w, T> {
         mha.differentiate(tape, d_output, Start::Add, gradients, &mut self.workspace)?;
         if let (Some(d_key), Some(d_value)) = (d_key, d_value) {
             *d_input += &d_key;
-            add(&mut self.shared.d_positions, d_input);
+            add(&mut self.shared.d_position_embeddings, d_input);
             *d_input += &d_value;
         }
         Ok(())
@@ -523,8 +529,8 @@ impl<'w, T: Element> Back<'w, T> {
             weights: d_weights,
         };
         mha.differentiate(tape, d_output, Start::Add, gradients, &mut self.workspace)?;
-        add(&mut self.shared.d_positions, d_input);
-        add(&mut self.shared.d_memory_positions, &d_key);
+        add(&mut self.shared.d_position_embeddings, d_input);
+        add(&mut self.shared.d_memory_position_embeddings, &d_key);
         add(&mut self.shared.d_memory, &d_key);
         if let Some(d_value) = &d_value {
             add(&mut self.shared.d_memory, d_value);

@@ -41,10 +41,10 @@ impl Inputs {
             call = call.memory(memory);
         }
         if let Some(positions) = &self.positions {
-            call = call.positions(positions);
+            call = call.position_embeddings(positions);
         }
         if let Some(positions) = &self.memory_positions {
-            call = call.memory_positions(positions);
+            call = call.memory_position_embeddings(positions);
         }
         match self.dropout {
             Some((rate, seed)) => call.dropout(rate, seed),
@@ -60,13 +60,13 @@ impl Inputs {
 
 /// The gradients of the inputs in the order of [`Inputs::arrays`].
 fn of_inputs(gradients: &StackGradients<f64>) -> [Option<&Array3<f64>>; 4] {
-    let StackGradients { d_x, d_memory, d_positions, d_memory_positions, .. } = gradients;
-    [Some(d_x), d_memory.as_ref(), d_positions.as_ref(), d_memory_positions.as_ref()]
+    let StackGradients { d_x, d_memory, d_position_embeddings, d_memory_position_embeddings, .. } = gradients;
+    [Some(d_x), d_memory.as_ref(), d_position_embeddings.as_ref(), d_memory_position_embeddings.as_ref()]
 }
 
 /// All gradients by name, those of the inputs too.
 fn named(gradients: &StackGradients<f64>) -> Vec<(String, ArrayD<f64>)> {
-    let names = ["d_x", "d_memory", "d_positions", "d_memory_positions"].into_iter();
+    let names = ["d_x", "d_memory", "d_position_embeddings", "d_memory_position_embeddings"].into_iter();
     let inputs = names.zip(of_inputs(gradients)).filter_map(|(name, d)| Some((name.to_owned(), d?.clone().into_dyn())));
     inputs.chain(gradients.weights.iter().map(|(name, d)| (name, d.to_owned()))).collect()
 }
@@ -157,7 +157,10 @@ fn a_block_is_a_stack_of_one() {
         let got = block.backward(&tape, &d_y).unwrap();
         let want = backward(&stack, &inputs, &d_y);
         assert_eq!([Some(&got.d_x), got.d_memory.as_ref()], [Some(&want.d_x), want.d_memory.as_ref()], "{recipe:?}");
-        assert_eq!([got.d_positions, got.d_memory_positions], [want.d_positions, want.d_memory_positions]);
+        assert_eq!(
+            [got.d_position_embeddings, got.d_memory_position_embeddings],
+            [want.d_position_embeddings, want.d_memory_position_embeddings]
+        );
         assert_eq!(got.weights, want.weights.layers[0]);
         let names = block.parameters().map(|(name, _)| format!("layers.0.{name}"));
         assert!(names.eq(stack.parameters().map(|(name, _)| name)));

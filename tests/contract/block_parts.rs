@@ -120,9 +120,9 @@ fn a_memory_that_does_not_fit_is_refused_before_it_is_cached() {
     // Numbers to add that cannot be added came through to ndarray, which panics.
     for shape in [(2, 3, MEMORY_WIDTH), (1, 4, MEMORY_WIDTH), (2, 4, MEMORY_WIDTH + 1)] {
         let places = numbers(9, shape);
-        let call = Call::new().memory(&memory).memory_positions(&places);
+        let call = Call::new().memory(&memory).memory_position_embeddings(&places);
         let text = refused(&call, &mut cache);
-        assert!(text.starts_with("memory_positions: expected [batch, len, d_model] = [2, 4, 5]"), "{text}");
+        assert!(text.starts_with("memory_position_embeddings: expected [batch, len, d_model] = [2, 4, 5]"), "{text}");
     }
     assert!(cache.memory.is_none());
 }

@@ -115,7 +115,7 @@ fn positions_are_added_to_queries_and_keys_only() {
     let (x, places) = (numbers(7, (2, 5, D_MODEL)), numbers(9, (2, 5, D_MODEL)));
     let (memory, memory_places) = (numbers(8, (2, 4, MEMORY_WIDTH)), numbers(10, (2, 4, MEMORY_WIDTH)));
     let block = block(Recipe::new(Form::Post, true), 1);
-    let call = Call::new().positions(&places).memory(&memory).memory_positions(&memory_places);
+    let call = Call::new().position_embeddings(&places).memory(&memory).memory_position_embeddings(&memory_places);
     let got = block.forward(&x, &call).unwrap();
 
     let norm = |seed| norm(NormKind::Layer, seed);
@@ -178,8 +178,8 @@ fn a_failed_step_leaves_all_caches_as_they_were() {
     let wrong = Array3::zeros((2, 3, D_MODEL + 1));
     assert!(refused(&mut caches, &wrong, &Call::new()).starts_with("x: expected [batch, len, d_model] = [_, _, 6]"));
     let places = Array3::zeros((2, 1, D_MODEL));
-    let text = refused(&mut caches, &x, &Call::new().positions(&places));
-    assert!(text.starts_with("positions: expected"), "{text}");
+    let text = refused(&mut caches, &x, &Call::new().position_embeddings(&places));
+    assert!(text.starts_with("position_embeddings: expected"), "{text}");
     caches.pop();
     assert_eq!(refused(&mut caches, &x, &Call::new()), "caches: expected [blocks] = [2], got [1]");
 }
@@ -208,10 +208,10 @@ fn parts_that_do_not_fit_are_refused() {
     assert_eq!(missing, "memory: expected what cross-attention reads, got none");
     let places = Array3::zeros((2, 4, MEMORY_WIDTH));
     let lonely = block(Recipe::new(Form::Pre, true), 1)
-        .forward(&x, &Call::new().memory_positions(&places))
+        .forward(&x, &Call::new().memory_position_embeddings(&places))
         .unwrap_err()
         .to_string();
-    assert_eq!(lonely, "memory_positions: expected a memory that they belong to, got none");
+    assert_eq!(lonely, "memory_position_embeddings: expected a memory that they belong to, got none");
 }
 
 #[test]
