@@ -14,7 +14,8 @@ use crate::mha::{Config, Projection, Weights};
 pub(crate) struct Asked<'a> {
     pub(crate) biases: &'a [Projection],
     pub(crate) sinks: bool,
-    pub(crate) norms: bool,
+    /// Of queries and of keys.
+    pub(crate) norms: [bool; 2],
     pub(crate) relative_keys: bool,
 }
 
@@ -22,7 +23,7 @@ impl Asked<'_> {
     /// What is asked for must have a place in the layout.
     fn check(&self, layout: &Layout, config: &Config) -> Result<()> {
         let asked = [
-            ("qk_norm", self.norms, layout.norms.is_some()),
+            ("qk_norm", self.norms.contains(&true), layout.norms.is_some()),
             ("sinks", self.sinks, layout.sinks.is_some()),
             ("relative_bias", config.relative_bias.is_some(), layout.relative_bias.is_some()),
             ("relative_keys", self.relative_keys, false),
@@ -67,7 +68,7 @@ impl Layout {
         let bias = |part| read_vector(tensors, &places.bias(part), asked.needs_bias(self, part));
         let [q_norm, k_norm] = match places.norms() {
             None => [None, None],
-            Some([q, k]) => [self.norm(tensors, &q, asked.norms)?, self.norm(tensors, &k, asked.norms)?],
+            Some([q, k]) => [self.norm(tensors, &q, asked.norms[0])?, self.norm(tensors, &k, asked.norms[1])?],
         };
         let biased_output = self.always_biased || asked.biases.contains(&Projection::Output);
         Ok(Weights {

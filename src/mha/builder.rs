@@ -19,6 +19,7 @@ use crate::prepack::Packable;
 
 /// One of the four projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
 pub enum Projection {
     /// W_Q
     Query,
@@ -28,6 +29,10 @@ pub enum Projection {
     Value,
     /// W_O
     Output,
+}
+
+impl Projection {
+    pub(crate) const ALL: [Self; 4] = [Self::Query, Self::Key, Self::Value, Self::Output];
 }
 
 /// The slopes of ALiBi.
@@ -66,8 +71,8 @@ pub struct Builder<T> {
     sinks: bool,
     scale: Option<f64>,
     softcap: Option<f64>,
-    /// Whether new weights have norms.
-    qk_norm: bool,
+    /// Whether new weights have a norm of queries, and one of keys.
+    qk_norm: [bool; 2],
     qk_norm_eps: Option<f64>,
     rope: Option<Rope>,
     alibi: Option<Slopes>,
@@ -93,7 +98,7 @@ impl<T: Element> Builder<T> {
             sinks: false,
             scale: None,
             softcap: None,
-            qk_norm: false,
+            qk_norm: [false; 2],
             qk_norm_eps: None,
             rope: None,
             alibi: None,
@@ -263,7 +268,7 @@ impl<T: Element> Builder<T> {
     /// ```
     #[doc(alias = "rms_norm_eps")]
     pub fn qk_norm(mut self, eps: f64) -> Self {
-        (self.qk_norm, self.qk_norm_eps) = (true, Some(eps));
+        (self.qk_norm, self.qk_norm_eps) = ([true; 2], Some(eps));
         self
     }
 
@@ -387,11 +392,11 @@ impl<T: Element> Builder<T> {
         let vector = |wanted: bool, name, axes, len| -> Result<Option<Array1<T>>> {
             if wanted { zeros(name, axes, len).map(Some) } else { Ok(None) }
         };
-        let ones = |name| -> Result<Option<Array1<T>>> {
-            let norm = vector(self.qk_norm, name, "[head_dim]", config.head_dim)?;
+        let ones = |wanted, name| -> Result<Option<Array1<T>>> {
+            let norm = vector(wanted, name, "[head_dim]", config.head_dim)?;
             Ok(norm.map(|norm| norm + T::one()))
         };
-        let has = |projection| self.biases.contains(&projection);
+        let has = |projection| config.biases.contains(&projection);
         let [q, k, v, o] = shapes.map(|(_, outputs)| outputs);
         let weights = Weights {
             w_q,
@@ -402,9 +407,9 @@ impl<T: Element> Builder<T> {
             b_k: vector(has(Projection::Key), "b_k", "[num_kv_heads * head_dim]", k)?,
             b_v: vector(has(Projection::Value), "b_v", "[num_kv_heads * value_dim]", v)?,
             b_o: vector(has(Projection::Output), "b_o", "[d_model]", o)?,
-            sinks: vector(self.sinks, "sinks", "[num_heads]", config.heads.num_heads())?,
-            q_norm: ones("q_norm")?,
-            k_norm: ones("k_norm")?,
+            sinks: vector(config.sinks, "sinks", "[num_heads]", config.heads.num_heads())?,
+            q_norm: ones(config.q_norm, "q_norm")?,
+            k_norm: ones(config.k_norm, "k_norm")?,
             relative_bias: match &config.relative_bias {
                 Some(buckets) => {
                     let shape = (buckets.count(), config.heads.num_heads());
@@ -412,7 +417,7 @@ impl<T: Element> Builder<T> {
                 }
                 None => None,
             },
-            relative_keys: match self.clip {
+            relative_keys: match config.relative_keys {
                 Some(clip) => {
                     let shape = (clip.saturating_mul(2).saturating_add(1), config.head_dim);
                     Some(zeros("relative_keys", "[2 clip + 1, head_dim]", shape)?)
@@ -440,7 +445,7 @@ impl<T: Element> Builder<T> {
     pub fn from_weights(self, weights: Weights<T>) -> Result<MultiHeadAttention<T>> {
         let config = self.config()?;
         weights.check(&config)?;
-        Ok(MultiHeadAttention { config, weights: Packable::new(weights) })
+        Ok(MultiHeadAttention { config: config.describing(&weights), weights: Packable::new(weights) })
     }
 
     fn config(&self) -> Result<Config> {
@@ -496,12 +501,17 @@ impl<T: Element> Builder<T> {
             value_dim,
             k_dim,
             v_dim,
+            biases: Projection::ALL.into_iter().filter(|projection| self.biases.contains(projection)).collect(),
+            sinks: self.sinks,
             scale,
             softcap,
+            q_norm: self.qk_norm[0],
+            k_norm: self.qk_norm[1],
             qk_norm_eps,
             rope: self.rope,
             alibi,
             relative_bias: self.relative_bias,
+            relative_keys: self.clip,
         })
     }
 }

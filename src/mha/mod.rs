@@ -38,7 +38,7 @@ use crate::heads::HeadMap;
 use crate::position::{Alibi, Buckets, Rope};
 use crate::prepack::Packable;
 
-/// The sizes and rules of a layer, without its weights.
+/// The sizes and rules of a layer, and which arrays its weights have, without the weights.
 ///
 /// With the feature `serde` it can be written to a file and read from one. Reading takes what the builder takes: `d_model`
 /// and `heads` have to be there, the others have the builder's defaults, and what does not fit together is refused.
@@ -65,11 +65,19 @@ pub struct Config {
     /// Width of the values' input.
     #[doc(alias = "vdim")]
     pub v_dim: usize,
+    /// The projections that have a bias, in the order of [`Projection`]'s variants.
+    pub biases: Vec<Projection>,
+    /// Whether each query head has a sink, see [`Weights::sinks`].
+    pub sinks: bool,
     /// Factor of the scores; `None` is `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
     /// Bound of the scores, see [`crate::Options::softcap`].
     pub softcap: Option<f64>,
-    /// What the RMSNorm of queries and keys adds to the mean of the squares, where the weights have one.
+    /// Whether query heads have an RMSNorm, see [`Weights::q_norm`].
+    pub q_norm: bool,
+    /// Whether key heads have an RMSNorm.
+    pub k_norm: bool,
+    /// What the RMSNorm of queries and keys adds to the mean of the squares, where there is one.
     pub qk_norm_eps: f64,
     /// Rotary positions of queries and keys.
     pub rope: Option<Rope>,
@@ -77,21 +85,38 @@ pub struct Config {
     pub alibi: Option<Alibi>,
     /// What the rows of [`Weights::relative_bias`] stand for, where there is such a table.
     pub relative_bias: Option<Buckets>,
+    /// The distance, either way, from which on all share a key, where there is a table of keys for distances: see
+    /// [`Weights::relative_keys`].
+    pub relative_keys: Option<usize>,
 }
 
 impl Config {
-    /// Starts a layer of these sizes and rules. What only weights can have (biases, sinks, norms, keys for distances) is
-    /// asked of the builder.
+    /// Starts a layer of these sizes and rules, whose weights have the same arrays.
     ///
     /// ```
     /// use multihead::MultiHeadAttention;
-    /// let mha = MultiHeadAttention::<f64>::builder(64, 8).num_kv_heads(2).softcap(50.0).build()?;
+    /// let mha = MultiHeadAttention::<f64>::builder(64, 8).num_kv_heads(2).softcap(50.0).bias().build()?;
     /// let other = mha.config().builder::<f32>().seed(1).build()?;
     /// assert_eq!(other.config(), mha.config());
+    /// assert_eq!(other.weights().parameters(), mha.weights().parameters());
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn builder<T: Element>(&self) -> Builder<T> {
         Builder::told(self.clone().into())
+    }
+
+    /// The same sizes and rules, with the arrays that these weights have.
+    fn describing<T>(self, weights: &Weights<T>) -> Self {
+        let Weights { b_q, b_k, b_v, b_o, sinks, q_norm, k_norm, relative_keys, .. } = weights;
+        let biases = Projection::ALL.into_iter().zip([b_q, b_k, b_v, b_o]);
+        Self {
+            biases: biases.filter(|(_, bias)| bias.is_some()).map(|(projection, _)| projection).collect(),
+            sinks: sinks.is_some(),
+            q_norm: q_norm.is_some(),
+            k_norm: k_norm.is_some(),
+            relative_keys: relative_keys.as_ref().map(|keys| keys.nrows() / 2),
+            ..self
+        }
     }
 
     /// `[in, out]` of w_q, w_k, w_v and w_o.
@@ -178,7 +203,8 @@ impl<T: Element> MultiHeadAttention<T> {
         self.weights.into_weights()
     }
 
-    /// Replaces all weights, biases and sinks.
+    /// Replaces all weights, biases and sinks. They may have other biases, sinks, norms and keys for distances than before;
+    /// the configuration says so then.
     ///
     /// ```
     /// # use multihead::{MultiHeadAttention, Error};
@@ -195,6 +221,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// layer is unchanged then.
     pub fn set_weights(&mut self, weights: Weights<T>) -> Result<()> {
         weights.check(&self.config)?;
+        self.config = self.config.clone().describing(&weights);
         *self.weights.edit() = weights;
         Ok(())
     }

@@ -165,7 +165,7 @@ impl<T: Element> MultiHeadAttention<T> {
 
     fn checked(config: Config, weights: Weights<T>) -> Result<Self> {
         weights.check(&config)?;
-        Ok(Self { config, weights: Packable::new(weights) })
+        Ok(Self { config: config.describing(&weights), weights: Packable::new(weights) })
     }
 }
 

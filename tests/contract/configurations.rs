@@ -1,9 +1,11 @@
-//! Are configurations read as they were written, and checked as if they were built?
+//! Are configurations read as they were written, checked as if they were built, and whole: what they make has the same
+//! arrays?
 
 #![cfg(feature = "serde")]
 
+use multihead::ndarray::Array1;
 use multihead::position::{Alibi, Buckets, Llama3, Yarn};
-use multihead::{Builder, Config, HeadMap, MultiHeadAttention, Rope, RopeScaling, RopeStyle};
+use multihead::{Builder, Config, HeadMap, MultiHeadAttention, Projection, Rope, RopeScaling, RopeStyle, Weights};
 use serde_json::{Value, json};
 
 fn builder() -> Builder<f32> {
@@ -28,6 +30,12 @@ fn any_configuration_is_read_back() {
         builder().alibi_slopes(Alibi::with_slopes(&[0.5, -0.25, 0.0])),
         builder().relative_bias(Buckets::T5 { count: 32, max_distance: 128 }),
         builder().relative_bias(Buckets::Clipped { clip: 3 }),
+        builder().relative_keys(0),
+        builder().relative_keys(5).num_kv_heads(1),
+        builder().bias().value_dim(7),
+        builder().biases(&[Projection::Output, Projection::Key, Projection::Key]),
+        builder().sinks(),
+        builder().sinks().bias().qk_norm(1e-5).relative_keys(2).relative_bias(Buckets::Clipped { clip: 3 }).alibi(),
     ];
     for builder in builders {
         let mha = builder.build().unwrap();
@@ -35,9 +43,52 @@ fn any_configuration_is_read_back() {
         let read: Config = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
         assert_eq!(&read, mha.config(), "{text}");
         let other = read.builder::<f32>().build().unwrap();
-        assert_eq!(other.config(), mha.config());
-        assert_eq!(other.weights().q_norm, None);
+        assert_same_structure(&other, &mha);
     }
+}
+
+/// The same configuration, and weights with the same arrays, which is what the configuration says.
+#[track_caller]
+fn assert_same_structure(got: &MultiHeadAttention<f32>, want: &MultiHeadAttention<f32>) {
+    let shapes = |mha: &MultiHeadAttention<f32>| {
+        let arrays = mha.weights().iter().map(|(name, array)| (name, array.shape().to_vec()));
+        arrays.collect::<Vec<_>>()
+    };
+    assert_eq!(got.config(), want.config());
+    assert_eq!(shapes(got), shapes(want));
+    for mha in [got, want] {
+        assert_eq!(mha.config().parameters(), mha.weights().parameters());
+    }
+}
+
+#[test]
+fn a_configuration_says_what_the_weights_have() {
+    let full = || builder().sinks().bias().qk_norm(1e-5).relative_keys(2).build().unwrap();
+    let config = full().config().clone();
+    assert_eq!(config.biases, [Projection::Query, Projection::Key, Projection::Value, Projection::Output]);
+    assert_eq!((config.sinks, config.q_norm, config.k_norm, config.relative_keys), (true, true, true, Some(2)));
+
+    // What the weights have counts, whatever the builder says; one norm without the other cannot be asked of it.
+    let weights = Weights { b_q: None, k_norm: None, sinks: None, relative_keys: None, ..full().into_weights() };
+    let mha = full().config().builder().from_weights(weights.clone()).unwrap();
+    let config = mha.config();
+    assert_eq!(config.biases, [Projection::Key, Projection::Value, Projection::Output]);
+    assert_eq!((config.sinks, config.q_norm, config.k_norm, config.relative_keys), (false, true, false, None));
+    assert_same_structure(&config.builder().build().unwrap(), &mha);
+
+    let mut other = full();
+    other.set_weights(weights).unwrap();
+    assert_eq!(&other, &mha);
+    assert_same_structure(
+        &mha.pool_kv_heads(1).unwrap().config().builder().build().unwrap(),
+        &mha.pool_kv_heads(1).unwrap(),
+    );
+    let pruned = full().prune_heads(&[1]).unwrap();
+    assert_same_structure(&pruned.config().builder().build().unwrap(), &pruned);
+    // A refused replacement leaves the configuration alone.
+    let bad = Weights { b_o: None, sinks: Some(Array1::zeros(2)), ..mha.weights().clone() };
+    assert!(other.set_weights(bad).is_err());
+    assert_eq!(&other, &mha);
 }
 
 #[test]
@@ -51,6 +102,15 @@ fn what_is_written_stays_as_it_is() {
         "rope": {"style": "half_split", "theta": 1e4},
     });
     assert_eq!(serde_json::to_value(mha.config()).unwrap(), want);
+    let mha = builder().biases(&[Projection::Output, Projection::Query]).sinks().qk_norm(1e-6).relative_keys(2);
+    let want = json!({
+        "d_model": 12,
+        "heads": {"num_heads": 3, "num_kv_heads": 3},
+        "head_dim": 4, "value_dim": 4, "k_dim": 12, "v_dim": 12,
+        "biases": ["query", "output"], "sinks": true,
+        "q_norm": true, "k_norm": true, "qk_norm_eps": 1e-6, "relative_keys": 2,
+    });
+    assert_eq!(serde_json::to_value(mha.build().unwrap().config()).unwrap(), want);
     let scaling = Rope::new(RopeStyle::Interleaved, 1e4).scaling(RopeScaling::Linear { factor: 4.0 });
     let want = json!({"style": "interleaved", "theta": 1e4, "scaling": {"linear": {"factor": 4.0}}});
     assert_eq!(serde_json::to_value(scaling).unwrap(), want);

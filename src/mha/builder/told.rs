@@ -1,7 +1,7 @@
 //! A configuration as a builder takes it. One that is read from a file goes through the builder, so a file is held to what
 //! a program is.
 
-use super::{Builder, Slopes};
+use super::{Builder, Projection, Slopes};
 use crate::element::Element;
 #[cfg(feature = "serde")]
 use crate::error::{Error, Result};
@@ -19,10 +19,18 @@ pub(in crate::mha) struct Told {
     value_dim: Option<usize>,
     k_dim: Option<usize>,
     v_dim: Option<usize>,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Vec::is_empty"))]
+    biases: Vec<Projection>,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "std::ops::Not::not"))]
+    sinks: bool,
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     scale: Option<f64>,
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     softcap: Option<f64>,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "std::ops::Not::not"))]
+    q_norm: bool,
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "std::ops::Not::not"))]
+    k_norm: bool,
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     qk_norm_eps: Option<f64>,
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
@@ -31,6 +39,8 @@ pub(in crate::mha) struct Told {
     alibi: Option<Alibi>,
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     relative_bias: Option<Buckets>,
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
+    relative_keys: Option<usize>,
 }
 
 impl From<Config> for Told {
@@ -42,12 +52,17 @@ impl From<Config> for Told {
             value_dim: Some(config.value_dim),
             k_dim: Some(config.k_dim),
             v_dim: Some(config.v_dim),
+            biases: config.biases,
+            sinks: config.sinks,
             scale: config.scale,
             softcap: config.softcap,
+            q_norm: config.q_norm,
+            k_norm: config.k_norm,
             qk_norm_eps: Some(config.qk_norm_eps),
             rope: config.rope,
             alibi: config.alibi,
             relative_bias: config.relative_bias,
+            relative_keys: config.relative_keys,
         }
     }
 }
@@ -72,12 +87,16 @@ impl<T: Element> Builder<T> {
             value_dim: told.value_dim,
             k_dim: told.k_dim,
             v_dim: told.v_dim,
+            biases: told.biases,
+            sinks: told.sinks,
             scale: told.scale,
             softcap: told.softcap,
+            qk_norm: [told.q_norm, told.k_norm],
             qk_norm_eps: told.qk_norm_eps,
             rope: told.rope,
             alibi: told.alibi.map(Slopes::Own),
             relative_bias: told.relative_bias,
+            clip: told.relative_keys,
             ..Self::new(told.d_model, told.heads.num_heads())
         }
     }
