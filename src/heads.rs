@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// ```
 /// use multihead::HeadMap;
 /// let gqa = HeadMap::grouped(6, 2)?;
-/// assert_eq!((0..6).map(|h| gqa.kv_head(h)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
+/// assert_eq!((0..6).filter_map(|h| gqa.kv_head(h)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
 /// let uneven = HeadMap::explicit(&[1, 0, 1], 2)?;
 /// assert_eq!(uneven.query_heads(1).collect::<Vec<_>>(), [0, 2]);
 /// # Ok::<(), multihead::Error>(())
@@ -45,7 +45,7 @@ impl HeadMap {
     /// ```
     /// use multihead::HeadMap;
     /// let map = HeadMap::grouped(4, 2)?;
-    /// assert_eq!([0, 1, 2, 3].map(|h| map.kv_head(h)), [0, 0, 1, 1]);
+    /// assert_eq!([0, 1, 2, 3, 4].map(|h| map.kv_head(h)), [Some(0), Some(0), Some(1), Some(1), None]);
     /// # Ok::<(), multihead::Error>(())
     /// ```
     pub fn grouped(num_heads: usize, num_kv_heads: usize) -> Result<Self> {
@@ -110,14 +110,21 @@ impl HeadMap {
         self.num_kv_heads
     }
 
-    /// The KV head that query head `head` reads; the last one for a head that does not exist.
+    /// The KV head that a query head reads, if there is such a query head.
     ///
     /// ```
     /// # use multihead::HeadMap;
-    /// assert_eq!(HeadMap::grouped(8, 2)?.kv_head(5), 1);
+    /// let map = HeadMap::grouped(8, 2)?;
+    /// assert_eq!((map.kv_head(5), map.kv_head(8)), (Some(1), None));
     /// # Ok::<(), multihead::Error>(())
     /// ```
-    pub fn kv_head(&self, head: usize) -> usize {
+    pub fn kv_head(&self, head: usize) -> Option<usize> {
+        (head < self.num_heads).then(|| self.read_by(head))
+    }
+
+    /// The KV head that query head `head < num_heads` reads.
+    pub(crate) fn read_by(&self, head: usize) -> usize {
+        debug_assert!(head < self.num_heads, "query head {head} of {}", self.num_heads);
         match &self.map {
             Map::Grouped { group_size } => (head / group_size).min(self.num_kv_heads - 1),
             Map::Explicit { kv_of_head, .. } => kv_of_head.get(head).copied().unwrap_or(self.num_kv_heads - 1),
@@ -150,7 +157,7 @@ impl HeadMap {
 
     /// Where [`HeadMap::read_kv_head`] has the KV head of a query head.
     pub(crate) fn read_index(&self, head: usize) -> usize {
-        self.read_index_of(self.kv_head(head))
+        self.read_index_of(self.read_by(head))
     }
 
     /// Where [`HeadMap::read_kv_head`] has a KV head that is read.
@@ -198,7 +205,7 @@ impl HeadMap {
             Map::Explicit { .. } => 0..self.num_heads,
         };
         let end = range.end.min(self.num_heads);
-        (range.start.min(end)..end).filter(move |&h| self.kv_head(h) == kv_head)
+        (range.start.min(end)..end).filter(move |&h| self.read_by(h) == kv_head)
     }
 }
 
@@ -257,10 +264,10 @@ mod tests {
     fn groups_repeat_in_place_and_never_alternate() -> Result<()> {
         for (heads, kv, want) in [(4, 2, vec![0, 0, 1, 1]), (6, 2, vec![0, 0, 0, 1, 1, 1]), (3, 1, vec![0, 0, 0])] {
             let map = HeadMap::grouped(heads, kv)?;
-            assert_eq!((0..heads).map(|h| map.kv_head(h)).collect::<Vec<_>>(), want);
+            assert_eq!((0..heads).filter_map(|h| map.kv_head(h)).collect::<Vec<_>>(), want);
             for k in 0..kv {
                 assert_eq!(map.query_heads(k).count(), heads / kv);
-                assert!(map.query_heads(k).all(|h| map.kv_head(h) == k));
+                assert!(map.query_heads(k).all(|h| map.kv_head(h) == Some(k)));
             }
         }
         Ok(())
@@ -270,7 +277,8 @@ mod tests {
     fn a_head_that_does_not_exist_reads_no_other() -> Result<()> {
         let map = HeadMap::grouped(4, 2)?;
         assert_eq!(map.query_heads(2).count(), 0);
-        assert_eq!(map.kv_head(9), 1);
+        assert_eq!([3, 4, usize::MAX].map(|head| map.kv_head(head)), [Some(1), None, None]);
+        assert_eq!(HeadMap::explicit(&[1, 0], 2)?.kv_head(2), None);
         assert_eq!(HeadMap::explicit(&[0, 0], 2)?.query_heads(1).count(), 0);
         Ok(())
     }

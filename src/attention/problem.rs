@@ -181,7 +181,7 @@ impl<'a, T: Element> Problem<'a, T> {
 
     /// Everything that belongs to one query head of one batch entry.
     pub(crate) fn head(&self, entry: usize, head: usize) -> Head<'a, T> {
-        let kv_head = self.rules.heads.kv_head(head);
+        let kv_head = self.rules.heads.read_by(head);
         Head {
             q: self.q.slice_move(s![entry, head, .., ..]),
             k: self.k.slice_move(s![entry, kv_head, .., ..]),

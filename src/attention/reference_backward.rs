@@ -34,7 +34,7 @@ fn query<T: Element>(call: &Differentiated<'_, T>, at: [usize; 3], gradients: &m
     let [entry, head_index, i] = at;
     let rules = &call.problem.rules;
     let head = call.problem.head(entry, head_index);
-    let kv_head = rules.heads.kv_head(head_index);
+    let kv_head = rules.heads.read_by(head_index);
     let d_context = call.d_context.slice(s![entry, head_index, i, ..]);
     let lse = call.lse[at];
 

@@ -166,7 +166,7 @@ impl Place<'_> {
         let starts: Vec<usize> = match (part, fusion) {
             (Part::Query, Some(Fusion::Groups)) => (0..heads.num_heads())
                 .map(|head| {
-                    let group = heads.kv_head(head);
+                    let group = heads.read_by(head);
                     let before = heads.query_heads(group).take_while(|&other| other < head).count();
                     self.group_start(group) + before * head_dim
                 })

@@ -112,7 +112,7 @@ impl<T: Real> Block<'_, T> {
     pub(crate) fn write(&mut self, head: usize, position: usize, sum: &[T], divisor: T, lse: T) {
         let deal = self.deal;
         let own = head < deal.heads.num_heads()
-            && deal.heads.kv_head(head) == self.kv_head
+            && deal.heads.kv_head(head) == Some(self.kv_head)
             && self.positions.contains(&position);
         debug_assert!(own, "head {head}, position {position} belongs to another item");
         if own {

@@ -66,7 +66,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// // The group of heads 2 and 3 goes, and one head of the last group.
     /// let pruned = mha.prune_heads(&[2, 3, 7])?;
     /// let heads = &pruned.config().heads;
-    /// assert_eq!((0..5).map(|h| heads.kv_head(h)).collect::<Vec<_>>(), [0, 0, 1, 1, 2]);
+    /// assert_eq!((0..5).filter_map(|h| heads.kv_head(h)).collect::<Vec<_>>(), [0, 0, 1, 1, 2]);
     /// assert_eq!((pruned.w_q().ncols(), pruned.w_k().ncols()), (5 * 8, 3 * 8));
     /// # Ok::<(), multihead::Error>(())
     /// ```
@@ -85,10 +85,10 @@ impl<T: Element> MultiHeadAttention<T> {
         if kept.is_empty() {
             return Err(Error::value("heads", "at least one query head to stay", "all of them"));
         }
-        let mut kept_kv: Vec<usize> = kept.iter().map(|&head| map.kv_head(head)).collect();
+        let mut kept_kv: Vec<usize> = kept.iter().map(|&head| map.read_by(head)).collect();
         kept_kv.sort_unstable();
         kept_kv.dedup();
-        let kv_of_head = |&head: &usize| kept_kv.partition_point(|&kv| kv < map.kv_head(head));
+        let kv_of_head = |&head: &usize| kept_kv.partition_point(|&kv| kv < map.read_by(head));
         let new_map = HeadMap::explicit(&kept.iter().map(kv_of_head).collect::<Vec<_>>(), kept_kv.len())?;
 
         let [q, k, v, o] = [
@@ -147,7 +147,7 @@ impl<T: Element> MultiHeadAttention<T> {
             return Err(Error::value("num_kv_heads", expected, num_kv_heads));
         }
         let pool = heads.num_kv_heads() / num_kv_heads;
-        let kv_of_head: Vec<usize> = (0..heads.num_heads()).map(|head| heads.kv_head(head) / pool).collect();
+        let kv_of_head: Vec<usize> = (0..heads.num_heads()).map(|head| heads.read_by(head) / pool).collect();
         let map = HeadMap::explicit(&kv_of_head, num_kv_heads)?;
         let vector = |vector: &Option<Array1<T>>, width| {
             let pooled = vector.as_ref().map(|b| pooled(&b.view().insert_axis(Axis(0)).to_owned(), pool, width));
