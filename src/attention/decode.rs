@@ -24,7 +24,7 @@ use crate::compiled::Compiled;
 use crate::element::{Element, zeros};
 use crate::error::{Result, check_shape};
 use crate::heads::HeadMap;
-use crate::mask::{Held, Mask};
+use crate::mask::Held;
 
 /// Queries, keys and values of new tokens.
 ///
@@ -189,12 +189,6 @@ fn check_context<T>(dims: &Dims, context: &ArrayRef4<T>) -> Result<()> {
     check_shape("context", "[batch, num_heads, q_len, value_dim]", expected, context.shape())
 }
 
-/// The mask of a call, as far as it says which queries are valid.
-fn validity<'a, T>(options: &Options<'a, T>) -> &'a Mask {
-    static ALL_VALID: Mask = Mask::NONE;
-    options.mask.unwrap_or(&ALL_VALID)
-}
-
 /// The lengths of a call with so many heads and queries over the keys that are held.
 fn dims<T: Element>(
     num_heads: usize,
@@ -245,7 +239,7 @@ pub(crate) fn check_reading<T: Element>(
     options.chosen_path()?;
     let dims = dims(num_heads, q_len, cache, options, cache.now())?;
     Rules::new(dims, options, cache.now())?;
-    cache.check_reach(q_len, validity(options))?;
+    cache.check_reach(q_len, options.chosen_mask())?;
     Ok(dims)
 }
 
@@ -270,8 +264,8 @@ pub(crate) fn plan<T: Element>(
 ) -> Result<Dims> {
     options.chosen_path()?;
     // The lengths of queries have to fit before the cache counts them.
-    validity(options).check_queries(cache.shape().batch, q_len)?;
-    cache.plan(q_len, validity(options))?;
+    options.chosen_mask().check_queries(cache.shape().batch, q_len)?;
+    cache.plan(q_len, options.chosen_mask())?;
     let dims = dims(num_heads, q_len, cache, options, cache.then())?;
     Rules::new(dims, options, cache.then())?;
     Ok(dims)
@@ -345,7 +339,7 @@ pub(crate) fn extend_checked<T: Element>(
                 weights: None,
             };
             if let Err(error) = answer(&*cache, rows.clone(), piece, workspace) {
-                cache.take_back(q_len, validity(options));
+                cache.take_back(q_len, options.chosen_mask());
                 return Err(error);
             }
         }

@@ -5,10 +5,8 @@
 //! pair. Gradients go the other way: the distances of a row are summed into a line.
 
 use crate::element::Element;
+use crate::position::whole;
 use std::ops::Range;
-
-/// Positions and lengths are kept within this bound, so that sums of a few of them never wrap. No array is as long.
-const FAR: i64 = i64::MAX / 8;
 
 /// The smallest and the largest distance of some pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +43,6 @@ impl Span {
     pub(crate) fn len(self) -> usize {
         usize::try_from(self.highest - self.lowest + 1).unwrap_or(0)
     }
-}
-
-/// A position or length, within bounds.
-pub(crate) fn whole(n: usize) -> i64 {
-    i64::try_from(n).map_or(FAR, |n| n.min(FAR))
 }
 
 /// How the keys of a row fall onto a line.
@@ -111,6 +104,7 @@ pub(crate) fn add_to_line<T: Element, N: Element>(row: &[T], at: Start, line: &m
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::position::FAR;
 
     #[test]
     fn rows_are_pieces_of_the_line() {

@@ -426,6 +426,12 @@ impl<'a, T: Element> Options<'a, T> {
         }
     }
 
+    /// The mask, one without rules if none was given.
+    pub(crate) fn chosen_mask(&self) -> &'a Mask {
+        static NONE: Mask = Mask::NONE;
+        self.mask.unwrap_or(&NONE)
+    }
+
     pub(crate) fn wants_bias_gradient(&self) -> bool {
         self.bias_gradient
     }

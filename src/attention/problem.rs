@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use super::Options;
 use super::bias::{Bias, ScoreRow, Table};
-use super::distance::{Span, whole};
+use super::distance::Span;
 use super::dropout::{Dropout, HeadDropout};
 use super::reference::dot;
 use super::relative_keys::RelativeKeys;
@@ -13,7 +13,8 @@ use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
 use crate::heads::HeadMap;
 use crate::kernels::Level;
-use crate::mask::{BoundMask, HeadMask, Held, Mask};
+use crate::mask::{BoundMask, HeadMask, Held};
+use crate::position::whole;
 
 /// The lengths of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,14 +54,11 @@ pub(crate) struct Rules<'a, T> {
     sinks: Option<ArrayView1<'a, T>>,
 }
 
-/// The mask of a call that names none.
-static NO_MASK: Mask = Mask::NONE;
-
 impl<'a, T: Element> Rules<'a, T> {
     /// Checks everything but the arrays of queries, keys and values. `held` says which keys there are.
     pub(crate) fn new(dims: Dims, options: &'a Options<'_, T>, held: Held<'a>) -> Result<Self> {
         let num_heads = dims.num_heads;
-        let mask = BoundMask::new(options.mask.unwrap_or(&NO_MASK), dims.scores(), held)?;
+        let mask = BoundMask::new(options.chosen_mask(), dims.scores(), held)?;
         Ok(Self {
             heads: match options.heads {
                 Some(map) => Cow::Borrowed(map),

@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::walk::Walk;
 use crate::element::Element;
-use crate::kernels::{KEYS, MAX_ROWS, PANEL};
+use crate::kernels::{KEYS, MAX_ROWS, PANEL, key_bits};
 
 /// What a group of rows sees of a tile.
 pub(super) struct Sight {
@@ -115,7 +115,7 @@ impl<T: Element> Walk<'_, '_, T> {
             return None;
         }
         let panels = any.trailing_zeros() as usize / PANEL..KEYS / PANEL - any.leading_zeros() as usize / PANEL;
-        let all = ones(panels.end * PANEL) & !ones(panels.start * PANEL);
+        let all = key_bits(panels.start * PANEL, panels.end * PANEL);
         let partial = bits[..rows.len()].iter().any(|bits| bits & all != all);
         Some(Sight { panels, bits: partial.then_some(bits) })
     }
@@ -129,9 +129,4 @@ fn first_where(candidates: Range<usize>, holds: impl Fn(usize) -> bool) -> usize
         (start, end) = if holds(middle) { (start, middle) } else { (middle + 1, end) };
     }
     start
-}
-
-/// The `n <= 64` lowest bits.
-fn ones(n: usize) -> u64 {
-    if n == KEYS { u64::MAX } else { (1 << n) - 1 }
 }

@@ -12,7 +12,7 @@ use ndarray::ArrayView2;
 use std::sync::Arc;
 
 use super::Storage;
-use crate::kernels::{Finite, KEYS, Lot, PANEL};
+use crate::kernels::{Finite, KEYS, Lot, PANEL, key_bits};
 
 /// The lengths of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,6 @@ impl<S: Storage> Page<S> {
         S::write_keys(keys, first, &mut numbers[head * shape.key_len()..][..shape.key_len()]);
         let numbers = &mut numbers[shape.num_kv_heads * shape.key_len()..];
         let bits = S::write_values(values, first, &mut numbers[head * shape.value_len()..][..shape.value_len()]);
-        let written = if count == 0 { 0 } else { (u64::MAX >> (KEYS - count)) << first };
-        self.not_finite[head] = self.not_finite[head] & !written | bits;
+        self.not_finite[head] = self.not_finite[head] & !key_bits(first, first + count) | bits;
     }
 }

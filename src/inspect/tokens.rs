@@ -8,6 +8,7 @@ use ndarray::{ArrayRef2, ArrayView2, Axis};
 use std::collections::HashSet;
 
 use crate::error::{Error, Result, check_shape};
+use crate::position::whole;
 
 /// Where the queries stand among the keys, and which token each key is.
 ///
@@ -102,8 +103,7 @@ impl<'a> Tokens<'a> {
 
     /// What concerns one batch entry.
     pub(super) fn of_entry(&self, entry: usize, q_len: usize, kv_len: usize) -> Places {
-        let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX / 4).min(i64::MAX / 4);
-        let offset = self.offset.map_or_else(|| int(kv_len) - int(q_len), int);
+        let offset = self.offset.map_or_else(|| whole(kv_len) - whole(q_len), whole);
         let first = self.starts.and_then(|starts| starts.get(entry).copied()).unwrap_or(0);
         let ids = self.ids.as_ref().map(|ids| {
             let ids = ids.index_axis(Axis(0), if ids.nrows() == 1 { 0 } else { entry }).to_vec();
@@ -128,7 +128,7 @@ pub(super) struct Places {
 impl Places {
     /// Where query i stands.
     pub(super) fn position(&self, i: usize) -> i64 {
-        self.offset + i64::try_from(i).unwrap_or(i64::MAX / 4)
+        self.offset + whole(i)
     }
 }
 

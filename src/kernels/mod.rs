@@ -92,7 +92,7 @@ pub(crate) use pairs::RowsAndKeys;
 pub(crate) use prepacked::Prepacked;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
-pub(crate) use scratch::{aligned, reserve};
+pub(crate) use scratch::{aligned, line_start, reserve};
 pub(crate) use simd::fetch;
 pub(crate) use slab::Lot;
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, rows_of_tile};
@@ -105,3 +105,9 @@ pub(crate) const PANEL: usize = 16;
 
 /// Keys of a tile: the bits of a word.
 pub(crate) const KEYS: usize = 64;
+
+/// The bits `first..end` of a word, `first <= end <= 64`.
+#[inline(always)]
+pub(crate) fn key_bits(first: usize, end: usize) -> u64 {
+    if first == end { 0 } else { (u64::MAX >> (KEYS - (end - first))) << first }
+}

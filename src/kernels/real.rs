@@ -5,7 +5,7 @@ use num_traits::Float;
 use std::fmt::Debug;
 
 /// `f32` or `f64`: what a lane of a vector holds.
-pub(crate) trait Real: Float + Debug + Send + Sync + 'static {
+pub(crate) trait Real: Float + Default + Debug + Send + Sync + 'static {
     /// log2(e), which turns an exponent of e into one of 2.
     const LOG2_E: Self;
     /// Coefficients `c` of `2^(1 + x) ≈ 2 + x (c[0] + x (c[1] + ...))` for |x| <= 1/2: see `exp.rs`.

@@ -20,7 +20,7 @@ use super::exp::{Powers, TOGETHER, exp2};
 use super::mods::{BiasRows, Mods, mod_rows};
 use super::real::Real;
 use super::simd::Simd;
-use super::{KEYS, PANEL};
+use super::{KEYS, PANEL, key_bits};
 use num_traits::Float;
 use std::ops::Range;
 use std::ptr;
@@ -184,12 +184,6 @@ unsafe fn rescale<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize, exponent: S::
             s.store(o, s.mul(s.load(o), factor));
         }
     }
-}
-
-/// The bits `first..end` of a word, `first <= end <= 64`.
-#[inline(always)]
-pub(crate) fn key_bits(first: usize, end: usize) -> u64 {
-    if first == end { 0 } else { (u64::MAX >> (KEYS - (end - first))) << first }
 }
 
 /// Tells the compiler that the branch it is called in is rare: the code moves out of the way of the common path.

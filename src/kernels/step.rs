@@ -14,12 +14,12 @@ use super::dropout::{Dropped, Into};
 use super::mods::BiasRows;
 use super::operand::Operand;
 use super::real::Real;
-use super::softmax::{Softmax, key_bits};
+use super::softmax::Softmax;
 use super::table::{Kernels, VALUES_PANEL, values_len};
 use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
 use super::upcoming::Upcoming;
 use super::values::Values;
-use super::{KEYS, PANEL};
+use super::{KEYS, PANEL, key_bits};
 use std::ops::Range;
 use std::ptr;
 

@@ -11,6 +11,7 @@ use std::ops::Range;
 use super::Mask;
 use super::structure::{Align, Band, Extent, Interval, common_alignment, window_alignment};
 use crate::error::{Error, Result};
+use crate::kernels::{KEYS, key_bits};
 
 /// What a block of queries may see of a block of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -288,13 +289,7 @@ impl<'a> HeadMask<'a> {
 
     /// Bit b is set where query i may attend to key `64 * word + b`.
     pub(crate) fn word(&self, i: usize, word: usize) -> u64 {
-        let first = 64 * word;
-        let keys = self.keys(i);
-        let below = |end: usize| match end.saturating_sub(first) {
-            n @ 0..64 => (1u64 << n) - 1,
-            _ => u64::MAX,
-        };
-        below(keys.end) & !below(keys.start) & self.dense_word(i, word)
+        Self::wanted(&self.keys(i), word) & self.dense_word(i, word)
     }
 
     /// The same by dense rules alone.
@@ -331,11 +326,10 @@ impl<'a> HeadMask<'a> {
         if all { Visibility::All } else { Visibility::Nothing }
     }
 
-    /// The bits of `word` that stand for keys of the block.
+    /// The bits of `word` that stand for these keys.
     fn wanted(keys: &Range<usize>, word: usize) -> u64 {
-        let clamp = |x: usize| x.saturating_sub(64 * word).min(64);
-        let ones = |n: usize| if n == 64 { u64::MAX } else { (1 << n) - 1 };
-        ones(clamp(keys.end)) & !ones(clamp(keys.start))
+        let clamp = |key: usize| key.saturating_sub(KEYS * word).min(KEYS);
+        key_bits(clamp(keys.start), clamp(keys.end))
     }
 }
 

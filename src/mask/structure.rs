@@ -7,13 +7,7 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::error::{Error, Result, check_shape};
-
-/// Positions are kept within this bound, so that adding two of them never wraps. No array is as long.
-const FAR: i64 = i64::MAX / 8;
-
-fn position(x: usize) -> i64 {
-    i64::try_from(x).map_or(FAR, |x| x.min(FAR))
-}
+use crate::position::{FAR, whole};
 
 /// Where query 0 stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +43,7 @@ impl Band {
     }
 
     pub(super) fn window(left: usize, right: usize) -> Self {
-        Self { align: None, left: position(left), right: position(right) }
+        Self { align: None, left: whole(left), right: whole(right) }
     }
 
     pub(super) fn nothing() -> Self {
@@ -58,7 +52,7 @@ impl Band {
 
     /// The last n > 0 keys up to the bottom-right position, whatever causal rule there is.
     pub(super) fn last_of_cache(n: usize) -> Self {
-        Self { align: Some(Align::BottomRight), left: position(n) - 1, right: 0 }
+        Self { align: Some(Align::BottomRight), left: whole(n) - 1, right: 0 }
     }
 }
 
@@ -199,11 +193,11 @@ impl Interval {
             }
         }
         // An empty intersection has no last key; it counts as ending where it starts.
-        let (start, end) = (position(start), position(end.max(start)));
-        let queries = position(extent.queries);
+        let (start, end) = (whole(start), whole(end.max(start)));
+        let queries = whole(extent.queries);
         let pos = |align| match align {
             Align::BottomRight => end - queries,
-            Align::Offset(offset) => position(offset),
+            Align::Offset(offset) => whole(offset),
         };
         let (mut lower, mut upper) = (-FAR, FAR);
         for band in bands {
@@ -221,12 +215,12 @@ impl Interval {
 
     /// The key position of query i, which can lie before the first key or behind the last.
     pub(crate) fn position(&self, i: usize) -> i64 {
-        self.origin + position(i)
+        self.origin + whole(i)
     }
 
     /// The keys that query i sees.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
-        let i = position(i);
+        let i = whole(i);
         let start = self.start.max(i + self.lower).max(0);
         // Both ends grow with i, also where there is no valid query any more.
         let start = if i < self.queries { start } else { start.max(self.end) };
@@ -242,7 +236,7 @@ impl Interval {
         // The count of query i is a line between the places where one of its two bounds starts or stops to move or
         // where the bounds meet.
         let seen = |i: i64| ((i + upper).min(end) - (i + lower).max(start)).max(0);
-        let q_len = position(q_len).min(queries);
+        let q_len = whole(q_len).min(queries);
         let mut cuts = [0, start - lower, start - upper, end - lower, end - upper, q_len].map(|i| i.clamp(0, q_len));
         cuts.sort_unstable();
         let lines = cuts.windows(2).filter(|cut| cut[0] < cut[1]);

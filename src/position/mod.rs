@@ -10,6 +10,7 @@
 //! | [`sinusoidal`] | tables that are added to the inputs of a model |
 
 mod alibi;
+mod far;
 mod ids;
 mod relative;
 mod rope;
@@ -18,6 +19,7 @@ mod scaling;
 mod sinusoidal;
 
 pub use alibi::Alibi;
+pub(crate) use far::{FAR, whole};
 pub use ids::Positions;
 pub use relative::Buckets;
 pub use rope::{Rope, RopeStyle};
