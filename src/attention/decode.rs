@@ -312,7 +312,8 @@ pub(crate) fn extend_checked<T: Element>(
         cache.write([k, v], 0..q_len);
         return Ok(());
     }
-    let step = cache.step().max(1);
+    // Without outputs there is nothing to answer between two pieces, however many tokens a broadcast view claims to have.
+    let step = if outputs.is_empty() { usize::MAX } else { cache.step().max(1) };
     let answer = |cache: &dyn Slots<T>, rows: Range<usize>, outputs: Outputs<'_, T>, workspace: &mut Workspace<T>| {
         let mut lines = std::mem::take(&mut workspace.lines);
         let mut rules = Rules::new(dims, options, cache.then())?;

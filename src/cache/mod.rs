@@ -94,6 +94,8 @@ pub struct KvCache<S: Storage> {
     window: Option<usize>,
     /// Pages of a batch entry.
     tiles: usize,
+    /// Slots of a batch entry, `tiles * 64`.
+    slots: usize,
     /// `[batch][tiles]`
     pages: Vec<Arc<Page<S>>>,
     lengths: Vec<usize>,
@@ -114,7 +116,7 @@ impl<S: Storage> KvCache<S> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::TooLarge`] if there is no memory for it.
+    /// [`Error::TooLarge`] if there is no memory for it, or `usize` cannot count its slots.
     pub fn new(shape: CacheShape) -> Result<Self> {
         Self::with_slots(shape, shape.capacity, None)
     }
@@ -128,13 +130,15 @@ impl<S: Storage> KvCache<S> {
     }
 
     fn with_slots(shape: CacheShape, slots: usize, window: Option<usize>) -> Result<Self> {
-        let tiles = slots.div_ceil(KEYS);
         let CacheShape { batch, num_kv_heads, head_dim, value_dim, .. } = shape;
         let too_large = || Error::TooLarge {
             argument: "cache",
             axes: "[batch, num_kv_heads, capacity, head_dim, value_dim]",
             got: vec![batch, num_kv_heads, shape.capacity, head_dim, value_dim],
         };
+        // Without batch entries no memory bounds the slots.
+        let slots = slots.checked_next_multiple_of(KEYS).ok_or_else(too_large)?;
+        let tiles = slots / KEYS;
         let list = |n: usize| {
             let mut list = Vec::new();
             list.try_reserve_exact(n).map_err(|_| too_large())?;
@@ -145,7 +149,7 @@ impl<S: Storage> KvCache<S> {
         let count = batch.checked_mul(tiles).ok_or_else(too_large)?;
         let page_shape = PageShape { num_kv_heads, head_dim, value_dim };
         let pages = Page::several(page_shape, count).ok_or_else(too_large)?;
-        Ok(Self { shape, window, tiles, pages, lengths, planned, oldest })
+        Ok(Self { shape, window, tiles, slots, pages, lengths, planned, oldest })
     }
 
     /// The lengths that it was made with.
@@ -370,7 +374,7 @@ impl<S: Storage> KvCache<S> {
         // A cache without a page costs its lists and nothing else.
         let mut fork = Self::with_slots(self.shape, 0, self.window)?;
         let failed = || self.no_memory();
-        fork.tiles = self.tiles;
+        (fork.tiles, fork.slots) = (self.tiles, self.slots);
         fork.pages.try_reserve_exact(self.pages.len()).map_err(|_| failed())?;
         let filled = self.lengths.iter().map(|length| length.div_ceil(KEYS).min(self.tiles));
         let empty = self.pages.len() - filled.clone().sum::<usize>();

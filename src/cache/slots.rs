@@ -9,6 +9,7 @@ use crate::attention::{Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::{Finite, KEYS, Kernels, Next, Operand};
 use crate::mask::{Held, Mask};
+use crate::position::FAR;
 
 /// A cache to read from and write to.
 pub(crate) trait Slots<T: 'static>: Source<T> {
@@ -58,7 +59,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn now(&self) -> Held<'_> {
-        Held { lengths: Some(&self.lengths), last: self.window, room: Some(self.tiles * KEYS) }
+        Held { lengths: Some(&self.lengths), last: self.window, room: Some(self.slots) }
     }
 
     fn then(&self) -> Held<'_> {
@@ -66,7 +67,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn step(&self) -> usize {
-        self.window.map_or(usize::MAX, |window| (self.tiles * KEYS + 1).saturating_sub(window))
+        self.window.map_or(usize::MAX, |window| (self.slots + 1).saturating_sub(window))
     }
 
     fn check_reach(&self, q_len: usize, mask: &Mask) -> Result<()> {
@@ -102,15 +103,16 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn plan(&mut self, tokens: usize, mask: &Mask) -> Result<()> {
+        let capacity = match self.window {
+            // A ring goes on for as long as positions can be told apart.
+            Some(_) => usize::try_from(FAR).unwrap_or(usize::MAX),
+            None => self.shape.capacity,
+        };
         for (entry, (planned, &length)) in self.planned.iter_mut().zip(&self.lengths).enumerate() {
             let requested = mask.valid_queries(entry, tokens);
-            let after = length.checked_add(requested);
-            match after.filter(|&after| self.window.is_some() || after <= self.shape.capacity) {
+            match length.checked_add(requested).filter(|&after| after <= capacity) {
                 Some(after) => *planned = after,
-                None => {
-                    let capacity = self.shape.capacity;
-                    return Err(Error::CacheFull { entry, capacity, length, requested });
-                }
+                None => return Err(Error::CacheFull { entry, capacity, length, requested }),
             }
         }
         for entry in 0..self.shape.batch {
@@ -126,7 +128,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn write(&mut self, [k, v]: [&ArrayRef4<S::Element>; 2], rows: Range<usize>) {
-        let slots = self.tiles * KEYS;
+        let slots = self.slots;
         for entry in 0..self.shape.batch {
             let first = self.lengths[entry];
             let count = rows.len().min(self.planned[entry] - first);

@@ -8,7 +8,8 @@ use multihead::attention::{self, NewTokens};
 #[cfg(feature = "half")]
 use multihead::half;
 use multihead::ndarray::{Array2, Array4, Axis, s};
-use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage};
+use multihead::position::{Alibi, Buckets};
+use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Path, Storage, Workspace};
 
 const SHAPE: CacheShape = CacheShape { batch: 2, num_kv_heads: 2, capacity: 200, head_dim: 5, value_dim: 3 };
 
@@ -254,6 +255,54 @@ fn shapes_that_cannot_be_are_refused() {
         KvCache::<f32>::ring(nothing).unwrap_err().to_string(),
         "capacity: expected at least 1 for a ring, got 0"
     );
+}
+
+/// A batch of none needs no memory, so nothing but the number itself bounds its capacity.
+#[test]
+fn enormous_caches_without_batch_entries_do_not_overflow() {
+    let shape = |capacity| CacheShape { batch: 0, num_kv_heads: 1, capacity, head_dim: 1, value_dim: 1 };
+    let most = usize::MAX - 63; // as many slots as whole pages have
+    for capacity in [most + 1, usize::MAX] {
+        assert!(matches!(KvCache::<f32>::new(shape(capacity)), Err(Error::TooLarge { argument: "cache", .. })));
+    }
+    for capacity in [most - 510, most, usize::MAX] {
+        assert!(matches!(KvCache::<f32>::ring(shape(capacity)), Err(Error::TooLarge { argument: "cache", .. })));
+    }
+    let new = [1, 1 << 60, usize::MAX / 2, most].map(|n| KvCache::<f32>::new(shape(n)).unwrap());
+    let rings = [1, 1 << 60, usize::MAX / 2, most - 511].map(|n| KvCache::<f32>::ring(shape(n)).unwrap());
+    let (alibi, buckets) = (Alibi::new(1), Buckets::Clipped { clip: 1 });
+    let (table, relative_keys) = (Array2::zeros((3, 1)), Array2::zeros((3, 1)));
+    let options = [
+        Options::new(),
+        Options::new().alibi(&alibi),
+        Options::new().relative_bias(buckets, &table),
+        Options::new().relative_keys(&relative_keys),
+        Options::new().path(Path::Reference),
+        Options::new().path(Path::Dense).weights(),
+    ];
+    for mut cache in new.into_iter().chain(rings) {
+        let capacity = cache.shape().capacity;
+        for len in [0, 1, 1000, isize::MAX as usize / 4] {
+            let x = Array4::zeros((0, 1, len, 1));
+            cache.append(&x, &x).unwrap();
+            cache.append_ragged(&x, &x, &[]).unwrap();
+            for options in &options {
+                let tokens = NewTokens { q: &x, k: &x, v: &x };
+                assert_eq!(attention::decode(&x, &cache, options).unwrap().context, x, "{capacity} {len}");
+                assert_eq!(attention::extend(&tokens, &mut cache, options).unwrap().context, x, "{capacity} {len}");
+                let (mut context, mut workspace) = (x.clone(), Workspace::new());
+                attention::decode_into(&x, &cache, options, &mut context, &mut workspace).unwrap();
+                attention::extend_into(&tokens, &mut cache, options, &mut context, &mut workspace).unwrap();
+            }
+            cache.truncate(len).unwrap();
+            cache.truncate_ragged(&[]).unwrap();
+            cache = cache.fork().unwrap();
+            assert_eq!((cache.len(), cache.bytes(), cache.positions()), (0, 0, 0..0));
+            assert_eq!((cache.shape(), cache.lengths(), cache.is_empty()), (shape(capacity), &[][..], true));
+            assert!(cache.keys().unwrap().is_empty() && cache.values().unwrap().is_empty());
+            cache.clear();
+        }
+    }
 }
 
 #[test]

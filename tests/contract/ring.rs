@@ -7,7 +7,7 @@ use multihead::attention::{self, NewTokens};
 #[cfg(feature = "half")]
 use multihead::half;
 use multihead::ndarray::{Array4, Axis, concatenate, s};
-use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage};
+use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage, Workspace};
 
 /// A window of 100 lies in three pages, 192 slots: 93 tokens can be written at a time.
 const SHAPE: CacheShape = CacheShape { batch: 1, num_kv_heads: 2, capacity: 100, head_dim: 5, value_dim: 3 };
@@ -158,4 +158,43 @@ fn more_queries_than_windows_are_held_are_refused() {
     let want = attention::forward(q, k, v, &Options::new().mask(&mask)).unwrap().context;
     let got = read(93).unwrap().context;
     assert!(got.iter().zip(want.slice(s![.., .., 207.., ..])).all(|(&got, &want)| is_near(got, want, 1e-12)));
+}
+
+/// Broadcast views can have as many tokens as a length can say, and a ring takes any number.
+#[test]
+fn a_ring_takes_tokens_as_far_as_positions_are_told_apart() {
+    let mut ring = KvCache::<f64>::ring(CacheShape { num_kv_heads: 1, head_dim: 1, value_dim: 1, ..SHAPE }).unwrap();
+    let (one, most) = (Array4::ones((1, 1, 1, 1)), (1 << 60) - 1);
+    let many = one.broadcast((1, 1, most - 2, 1)).unwrap();
+    ring.append(&many, &many).unwrap();
+    let two = Array4::ones((1, 1, 2, 1));
+    ring.append(&one, &(&one * 3.0)).unwrap();
+    assert_eq!(
+        ring.append(&two, &two),
+        Err(Error::CacheFull { entry: 0, capacity: most, length: most - 1, requested: 2 })
+    );
+    ring.append(&one, &(&one * 5.0)).unwrap();
+    assert_eq!((ring.len(), ring.positions()), (most, most - 192..most));
+    // 98 of the last hundred values are 1, then come 3 and 5.
+    let context = attention::decode(&one, &ring, &Options::new()).unwrap().context;
+    assert!(is_near(context[[0, 0, 0, 0]], 1.06, 1e-12), "{context}");
+    assert_eq!(
+        ring.append(&many, &many),
+        Err(Error::CacheFull { entry: 0, capacity: most, length: most, requested: most - 2 })
+    );
+    ring.clear();
+    ring.append(&two, &two).unwrap();
+    assert_eq!(ring.len(), 2);
+}
+
+/// There is nothing to answer, so the tokens are not taken piece by piece.
+#[test]
+fn tokens_without_values_end() {
+    let mut ring = KvCache::<f64>::ring(CacheShape { num_kv_heads: 1, head_dim: 1, value_dim: 0, ..SHAPE }).unwrap();
+    let (one, none, len) = (Array4::ones((1, 1, 1, 1)), Array4::ones((1, 1, 1, 0)), 1 << 50);
+    let (qk, v) = (one.broadcast((1, 1, len, 1)).unwrap(), none.broadcast((1, 1, len, 0)).unwrap());
+    let mut context = Array4::zeros((1, 1, len, 0));
+    let tokens = NewTokens { q: &qk, k: &qk, v: &v };
+    attention::extend_into(&tokens, &mut ring, &Options::new(), &mut context, &mut Workspace::new()).unwrap();
+    assert_eq!(ring.lengths(), [len]);
 }
