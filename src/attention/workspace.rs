@@ -145,7 +145,7 @@ pub(super) struct Kept<T> {
 }
 
 /// See [`Kept`].
-type KeptParts<'k, T> = (&'k mut [T], &'k [AtomicUsize], &'k [Mutex<PairSums<T>>]);
+type KeptParts<'k, T> = (&'k mut [T], &'k mut [AtomicUsize], &'k [Mutex<PairSums<T>>]);
 
 impl<T: Element> Kept<T> {
     /// Room for a call.
@@ -161,13 +161,12 @@ impl<T: Element> Kept<T> {
         self.passed.try_reserve_exact(missing).map_err(|_| too_large())
     }
 
-    /// The products and the sums, with whatever they hold, and the counters at zero.
+    /// The products, the counters and the sums, with whatever they hold.
     pub(super) fn parts(&mut self, dims: &Dims, counters: usize) -> KeptParts<'_, T> {
         if self.passed.len() < counters {
             self.passed.resize_with(counters, AtomicUsize::default);
         }
-        self.passed[..counters].iter_mut().for_each(|passed| *passed.get_mut() = 0);
-        (aligned(&mut self.delta, Self::rows(dims)), &self.passed[..counters], &self.sums)
+        (aligned(&mut self.delta, Self::rows(dims)), &mut self.passed[..counters], &self.sums)
     }
 
     fn rows(dims: &Dims) -> usize {

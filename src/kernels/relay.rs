@@ -77,8 +77,12 @@ impl<'a, T> Relay<'a, T> {
         batch.saturating_mul(cut.heads.num_read()).saturating_mul(blocks(cut, kv_len))
     }
 
-    /// `passed` must be all zeros. `None` if it is too short or the targets do not fit each other.
-    pub(crate) fn new(cut: Cut<'a>, mut targets: Targets<'a, T>, passed: &'a [AtomicUsize]) -> Option<Self> {
+    /// What `passed` holds does not matter. `None` if it is too short or the targets do not fit each other.
+    pub(crate) fn new(cut: Cut<'a>, mut targets: Targets<'a, T>, passed: &'a mut [AtomicUsize]) -> Option<Self> {
+        // That a step belongs to one block at a time rests on these numbers: no block has passed any step yet, and nobody
+        // but the relay can say that one has.
+        passed.iter_mut().for_each(|steps| *steps.get_mut() = 0);
+        let passed = &*passed;
         let ((batch, num_heads, q_len, head_dim), (_, num_kv_heads, kv_len, _)) =
             (targets.d_q.dim(), targets.d_k.dim());
         let keys = targets.d_k.dim() == (batch, num_kv_heads, kv_len, head_dim)
@@ -371,14 +375,16 @@ mod tests {
         let mut d_bias = Array4::zeros(bias.unwrap_or([1, 1, 1, kv_len]));
         let cut = Cut { heads, key_block: 2, query_tile: 3, last_step: threads != 2 };
         let last_turns = Mutex::new(Vec::new());
-        let passed: Vec<_> = (0..Relay::<f64>::counters(&cut, batch, kv_len)).map(|_| AtomicUsize::new(0)).collect();
+        // What an earlier call left there does not matter.
+        let mut passed: Vec<_> =
+            (0..Relay::<f64>::counters(&cut, batch, kv_len)).map(|_| AtomicUsize::new(usize::MAX)).collect();
         let targets = Targets {
             d_q: d_q.view_mut(),
             d_k: d_k.view_mut(),
             d_v: d_v.view_mut(),
             d_bias: bias.is_some().then(|| d_bias.view_mut()),
         };
-        let relay = Relay::new(cut, targets, &passed).unwrap();
+        let relay = Relay::new(cut, targets, &mut passed).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| {
@@ -478,9 +484,9 @@ mod tests {
             let (mut d_v, mut d_bias) = (Array4::zeros(d_v), Array4::zeros(bias));
             let d_bias = Some(d_bias.view_mut());
             let targets = Targets { d_q: d_q.view_mut(), d_k: d_k.view_mut(), d_v: d_v.view_mut(), d_bias };
-            let passed: Vec<_> = (0..counters).map(|_| AtomicUsize::new(0)).collect();
+            let mut passed: Vec<_> = (0..counters).map(|_| AtomicUsize::new(0)).collect();
             let cut = Cut { heads: &heads, key_block, query_tile: 1, last_step: false };
-            Relay::new(cut, targets, &passed).is_none()
+            Relay::new(cut, targets, &mut passed).is_none()
         };
         assert!(!refused([1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 1, 5], 2, 6));
         assert!(refused([1, 2, 5, 3], [1, 2, 5, 6], [1, 2, 1, 5], 2, 6));
