@@ -287,13 +287,12 @@ pub(crate) fn decode_checked<T: Element>(
         let arrays = cache.arrays(None, dims.kv_len)?;
         return on_arrays(q, &arrays, options, cache.now(), outputs, workspace);
     }
-    let mut lines = std::mem::take(&mut workspace.lines);
-    let mut rules = Rules::new(dims, options, cache.now())?;
-    rules.lay_out(&dims, &mut lines)?;
-    let call = Call { dims, q: q.view(), first: 0, rules: &rules, source: cache.source() };
-    tiled(&call, options.query_tile, outputs, workspace)?;
-    workspace.lines = lines;
-    Ok(())
+    workspace.with_lines(|lines, workspace| {
+        let mut rules = Rules::new(dims, options, cache.now())?;
+        rules.lay_out(&dims, lines)?;
+        let call = Call { dims, q: q.view(), first: 0, rules: &rules, source: cache.source() };
+        tiled(&call, options.query_tile, outputs, workspace)
+    })
 }
 
 /// The body of [`Compiled::extend`].
@@ -315,19 +314,18 @@ pub(crate) fn extend_checked<T: Element>(
     // Without outputs there is nothing to answer between two pieces, however many tokens a broadcast view claims to have.
     let step = if outputs.is_empty() { usize::MAX } else { cache.step().max(1) };
     let answer = |cache: &dyn Slots<T>, rows: Range<usize>, outputs: Outputs<'_, T>, workspace: &mut Workspace<T>| {
-        let mut lines = std::mem::take(&mut workspace.lines);
-        let mut rules = Rules::new(dims, options, cache.then())?;
-        rules.lay_out(&dims, &mut lines)?;
-        let q = q.slice(s![.., .., rows.clone(), ..]);
-        let (dims, first) = (Dims { q_len: rows.len(), ..dims }, rows.start);
-        let call = Call { dims, q, first, rules: &rules, source: cache.source() };
-        match rows.len() == q_len {
-            true => tiled(&call, options.query_tile, outputs, workspace)?,
-            // Later pieces need no more memory than the first one, which can still be taken back.
-            false => forward::forward(&call, options.query_tile, outputs, workspace)?,
-        }
-        workspace.lines = lines;
-        Ok(())
+        workspace.with_lines(|lines, workspace| {
+            let mut rules = Rules::new(dims, options, cache.then())?;
+            rules.lay_out(&dims, lines)?;
+            let q = q.slice(s![.., .., rows.clone(), ..]);
+            let (dims, first) = (Dims { q_len: rows.len(), ..dims }, rows.start);
+            let call = Call { dims, q, first, rules: &rules, source: cache.source() };
+            match rows.len() == q_len {
+                true => tiled(&call, options.query_tile, outputs, workspace),
+                // Later pieces need no more memory than the first one, which can still be taken back.
+                false => forward::forward(&call, options.query_tile, outputs, workspace),
+            }
+        })
     };
     let mut first = 0;
     while first < q_len {
@@ -358,10 +356,9 @@ fn on_arrays<T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let mut lines = std::mem::take(&mut workspace.lines);
-    let mut problem = Problem::with_held([q, k, v], options, held)?;
-    problem.rules.lay_out(&problem.dims, &mut lines)?;
-    run(&problem, options, outputs, workspace)?;
-    workspace.lines = lines;
-    Ok(())
+    workspace.with_lines(|lines, workspace| {
+        let mut problem = Problem::with_held([q, k, v], options, held)?;
+        problem.rules.lay_out(&problem.dims, lines)?;
+        run(&problem, options, outputs, workspace)
+    })
 }

@@ -304,21 +304,20 @@ pub(crate) fn differentiate<T: Element>(
     gradients: GradientsMut<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let mut lines = std::mem::take(&mut workspace.lines);
-    let mut problem = Problem::new(saved.q, saved.k, saved.v, options)?;
-    if gradients.is_empty() {
-        // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
-        return Ok(());
-    }
-    problem.rules.lay_out(&problem.dims, &mut lines)?;
-    let call =
-        Differentiated { problem, context: saved.context.view(), lse: saved.lse.view(), d_context: d_context.view() };
-    match options.chosen_path()? {
-        Path::Reference => reference_backward::backward(&call, gradients),
-        _ => super::backward::backward(&call, options.query_tile, gradients, workspace),
-    }?;
-    workspace.lines = lines;
-    Ok(())
+    workspace.with_lines(|lines, workspace| {
+        let mut problem = Problem::new(saved.q, saved.k, saved.v, options)?;
+        if gradients.is_empty() {
+            // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
+            return Ok(());
+        }
+        problem.rules.lay_out(&problem.dims, lines)?;
+        let (context, lse) = (saved.context.view(), saved.lse.view());
+        let call = Differentiated { problem, context, lse, d_context: d_context.view() };
+        match options.chosen_path()? {
+            Path::Reference => reference_backward::backward(&call, gradients),
+            _ => super::backward::backward(&call, options.query_tile, gradients, workspace),
+        }
+    })
 }
 
 /// A checked call of backward.

@@ -290,16 +290,15 @@ pub(crate) fn attend<T: Element>(
     outputs: Outputs<'_, T>,
     workspace: &mut Workspace<T>,
 ) -> Result<()> {
-    let mut lines = std::mem::take(&mut workspace.lines);
-    let mut problem = Problem::new(q, k, v, options)?;
-    if outputs.is_empty() {
-        // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
-        return Ok(());
-    }
-    problem.rules.lay_out(&problem.dims, &mut lines)?;
-    run(&problem, options, outputs, workspace)?;
-    workspace.lines = lines;
-    Ok(())
+    workspace.with_lines(|lines, workspace| {
+        let mut problem = Problem::new(q, k, v, options)?;
+        if outputs.is_empty() {
+            // Nothing to fill, however many heads or batch entries a broadcast view claims to have.
+            return Ok(());
+        }
+        problem.rules.lay_out(&problem.dims, lines)?;
+        run(&problem, options, outputs, workspace)
+    })
 }
 
 /// Fills the outputs of a call that has been checked, on the path that was chosen.

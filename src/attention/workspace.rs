@@ -52,7 +52,7 @@ use std::sync::atomic::AtomicUsize;
 pub struct Workspace<T> {
     workers: Vec<Scratch<T>>,
     /// Biases by distance.
-    pub(super) lines: Vec<T>,
+    lines: Vec<T>,
     kept: Kept<T>,
     /// A state for each item of a call whose keys are cut.
     states: Vec<T>,
@@ -100,6 +100,14 @@ impl<T: Element> Workspace<T> {
             layer: LayerBuffers::default(),
             block: Room::default(),
         }
+    }
+
+    /// Lends the biases by distance to a call that takes the rest of the workspace besides; they come back however it ends.
+    pub(super) fn with_lines<R>(&mut self, call: impl FnOnce(&mut Vec<T>, &mut Self) -> R) -> R {
+        let mut lines = std::mem::take(&mut self.lines);
+        let result = call(&mut lines, self);
+        self.lines = lines;
+        result
     }
 
     /// What backward keeps for a call, and scratch for `count` threads.

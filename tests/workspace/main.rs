@@ -16,11 +16,12 @@ mod decode;
 mod failing;
 
 use common::{Keep, Precision, Seeded, Way, assert_bits, typed, widened};
+use multihead::attention::NewTokens;
 use multihead::ndarray::{Array2, Array3, Array4, s};
 use multihead::position::{Alibi, Buckets};
 use multihead::{
-    Element, HeadMap, Inputs, LayerGradients, Level, Mask, MultiHeadAttention, Options, Path, Rope, RopeStyle,
-    Workspace, attention,
+    Attended, CacheShape, Element, Gradients, HeadMap, Inputs, KvCache, LayerGradients, Level, Mask,
+    MultiHeadAttention, Options, Path, Rope, RopeStyle, Saved, Workspace, attention,
 };
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -121,6 +122,59 @@ fn the_counter_counts() {
 
 const BATCH: usize = 2;
 const HEADS: usize = 6;
+
+/// A call without outputs takes nothing from the next one: a layer in a loop may meet an empty batch.
+#[test]
+fn an_empty_call_takes_no_memory_away() {
+    let _turn = TURN.lock();
+    let pool = pool(2);
+    let mut draws = Seeded(3);
+    let (x, none) = (typed::<f32, _>(&draws.array((1, 2, 40, 24))), Array4::<f32>::zeros((0, 2, 40, 24)));
+    let (alibi, table) = (Alibi::new(2), typed(&draws.array((32, 2))));
+    let buckets = Buckets::T5 { count: 32, max_distance: 128 };
+    for (what, options) in
+        [("ALiBi", Options::new().alibi(&alibi)), ("a table", Options::new().relative_bias(buckets, &table))]
+    {
+        let mut workspace = Workspace::new();
+        let mut outputs = [&x, &none].map(|q| Attended::zeros(q, q, q, &options).unwrap());
+        allocates_nothing_again(&format!("forward with {what}"), &pool, || {
+            for (q, attended) in [&x, &none].into_iter().zip(&mut outputs) {
+                attention::forward_saving_into(q, q, q, &options, attended, &mut workspace).unwrap();
+            }
+        });
+        let [full, empty] = &outputs;
+        let saved = [(&x, full), (&none, empty)].map(|(q, attended)| Saved {
+            q,
+            k: q,
+            v: q,
+            context: &attended.context,
+            lse: &attended.lse,
+        });
+        // A table has a gradient to fill also where there are no batch entries; ALiBi has none.
+        let mut workspace = Workspace::new();
+        let mut gradients = saved.each_ref().map(|saved| Gradients::zeros(saved, &options).unwrap());
+        allocates_nothing_again(&format!("backward with {what}"), &pool, || {
+            for (saved, gradients) in saved.iter().zip(&mut gradients) {
+                attention::backward_into(saved, saved.q, &options, gradients, &mut workspace).unwrap();
+            }
+        });
+        // Steps over a cache, and tokens that the cache refuses.
+        let shape = CacheShape { batch: 1, num_kv_heads: 2, capacity: 50, head_dim: 24, value_dim: 24 };
+        let mut cache = KvCache::<f32>::new(shape).unwrap();
+        cache.append(&x, &x).unwrap();
+        let (mut context, mut workspace) = (Array4::zeros((1, 2, 40, 24)), Workspace::new());
+        let mut no_context = Array4::zeros((1, 2, 0, 24));
+        allocates_nothing_again(&format!("decode with {what}"), &pool, || {
+            attention::decode_into(&x, &cache, &options, &mut context, &mut workspace).unwrap();
+            let q = x.slice(s![.., .., ..0, ..]);
+            attention::decode_into(&q, &cache, &options, &mut no_context, &mut workspace).unwrap();
+            let tokens = NewTokens { q: &q, k: &q, v: &q };
+            attention::extend_into(&tokens, &mut cache, &options, &mut no_context, &mut workspace).unwrap();
+            let tokens = NewTokens { q: &x, k: &x, v: &x };
+            assert!(attention::extend_into(&tokens, &mut cache, &options, &mut context, &mut workspace).is_err());
+        });
+    }
+}
 
 /// Masks of every kind, for [`BATCH`] entries of `len` queries and keys.
 fn masks(len: usize) -> [(&'static str, Mask); 5] {
