@@ -7,7 +7,8 @@ use crate::element::Element;
 use crate::kernels::{KEYS, Level, Operand, PANEL};
 
 mod sealed {
-    pub trait Sealed {}
+    #[expect(private_bounds, reason = "how numbers lie in a page is nobody else's business")]
+    pub trait Sealed: super::InPages {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
     #[cfg(feature = "half")]
@@ -40,19 +41,25 @@ pub trait Storage: sealed::Sealed + Copy + Default + std::fmt::Debug + Send + Sy
 
     /// The same number in the type that is computed in, exactly.
     fn widen(self) -> Self::Element;
+}
 
+/// How numbers get into a page and are read there.
+pub(super) trait InPages: Sized {
     /// Writes keys `[n, head_dim]` to the slots from `first` on of panels `[4][head_dim][16]`; the other slots stay.
-    #[doc(hidden)]
-    fn write_keys(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]);
+    fn write_keys(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self])
+    where
+        Self: Storage;
 
     /// Writes values `[n, value_dim]` to the rows from `first` on of panels `[width / 16][64][16]`. Bit j is set if slot j has been
     /// written with a value that is not finite.
-    #[doc(hidden)]
-    fn write_values(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]) -> u64;
+    fn write_values(from: ArrayView2<'_, Self::Element>, first: usize, to: &mut [Self]) -> u64
+    where
+        Self: Storage;
 
     /// The numbers as an operand of a product.
-    #[doc(hidden)]
-    fn operand(numbers: &[Self]) -> Operand<'_, Self::Element>;
+    fn operand(numbers: &[Self]) -> Operand<'_, Self::Element>
+    where
+        Self: Storage;
 }
 
 /// Storage that keeps the numbers as they are.
@@ -68,7 +75,9 @@ macro_rules! as_it_is {
             fn widen(self) -> $t {
                 self
             }
+        }
 
+        impl InPages for $t {
             fn write_keys(from: ArrayView2<'_, $t>, first: usize, to: &mut [$t]) {
                 let kernels = <$t as crate::kernels::Real>::kernels(Level::best());
                 write_keys(from, first, to, |panel, to| kernels.pack_panels(panel, to));
@@ -101,7 +110,9 @@ macro_rules! narrow {
             fn widen(self) -> f32 {
                 self.to_f32()
             }
+        }
 
+        impl InPages for half::$t {
             fn write_keys(from: ArrayView2<'_, f32>, first: usize, to: &mut [Self]) {
                 write_keys(from, first, to, |panel, to| {
                     for (t, row) in to.chunks_exact_mut(PANEL).enumerate() {

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 /// A packed matrix.
 #[derive(Clone, Copy, Debug)]
-pub enum Operand<'a, T> {
+pub(crate) enum Operand<'a, T> {
     /// In the type that is computed in.
     Own(&'a [T]),
     /// To be computed with in `f32`.
