@@ -142,7 +142,8 @@ impl<'a> BoundMask<'a> {
     }
 
     /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
-    /// formula, segments and dense rules row by row.
+    /// formula, one for each sequence of segments; of dense rules, the bits that they hold are looked at. The lengths do not
+    /// matter: what the mask stores bounds the work.
     ///
     /// ```
     /// use multihead::Mask;
@@ -151,6 +152,10 @@ impl<'a> BoundMask<'a> {
     /// ```
     pub fn visible_pairs(&self) -> u64 {
         let [batch, num_heads, q_len, _] = self.dims;
+        // Without pairs there is nothing to walk, however long the other axes are.
+        if self.dims.contains(&0) {
+            return 0;
+        }
         let Mask { key_ranges, query_lengths, dense, .. } = self.mask;
         // Entries and heads that no rule tells apart see the same.
         let differ = |axis| dense.iter().any(|dense| dense.differs_along(axis));
@@ -158,11 +163,7 @@ impl<'a> BoundMask<'a> {
         let entries = if same { batch.min(1) } else { batch };
         let heads = if differ(1) { num_heads } else { num_heads.min(1) };
         let rules = (0..entries).flat_map(|entry| (0..heads).map(move |head| self.head(entry, head)));
-        let is_counted = self.mask.segments.is_empty() && self.mask.dense.is_empty();
-        let pairs = rules.map(|rules| match is_counted {
-            true => rules.interval.pairs(q_len),
-            false => rules.pairs_by_row(q_len),
-        });
+        let pairs = rules.map(|rules| rules.pairs(q_len));
         let times = ((batch / entries.max(1)) as u64).saturating_mul((num_heads / heads.max(1)) as u64);
         pairs.fold(0, u64::saturating_add).saturating_mul(times)
     }
@@ -221,10 +222,10 @@ impl fmt::Display for BoundMask<'_> {
 /// The rules of one batch entry and head.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HeadMask<'a> {
-    mask: &'a Mask,
-    entry: usize,
-    head: usize,
-    interval: Interval,
+    pub(super) mask: &'a Mask,
+    pub(super) entry: usize,
+    pub(super) head: usize,
+    pub(super) interval: Interval,
 }
 
 impl<'a> HeadMask<'a> {
@@ -255,12 +256,6 @@ impl<'a> HeadMask<'a> {
             next = stop;
             Some(start..stop)
         })
-    }
-
-    /// The number of pairs that the first `q_len` queries see, counted row by row.
-    fn pairs_by_row(&self, q_len: usize) -> u64 {
-        let row = |i| self.runs(i).map(|run| run.len() as u64).fold(0, u64::saturating_add);
-        (0..q_len).map(row).fold(0, u64::saturating_add)
     }
 
     /// The first key of `keys` whose bit is set once `bits` has been applied to its word.
@@ -311,11 +306,15 @@ impl<'a> HeadMask<'a> {
         if self.mask.dense.is_empty() {
             return if structure_all { Visibility::All } else { Visibility::Some };
         }
+        let differ = |axis: usize| self.mask.dense.iter().any(|dense| dense.differs_along(axis));
+        // What no rule tells apart is asked once, and its answer holds for all; lengths may be as large as they like.
+        let words = keys.start / 64..if differ(3) { keys.end.div_ceil(64) } else { keys.start / 64 + 1 };
+        let rows = rows.start..if differ(2) { rows.end } else { rows.start + 1 };
         let (mut any, mut all) = (false, structure_all);
-        for word in keys.start / 64..keys.end.div_ceil(64) {
+        for word in words {
             let wanted = Self::wanted(&keys, word);
             for i in rows.clone() {
-                let bits = self.word(i, word) & wanted;
+                let bits = self.dense_word(i, word) & wanted;
                 any |= bits != 0;
                 all &= bits == wanted;
                 if any && !all {
@@ -327,7 +326,7 @@ impl<'a> HeadMask<'a> {
     }
 
     /// The bits of `word` that stand for these keys.
-    fn wanted(keys: &Range<usize>, word: usize) -> u64 {
+    pub(super) fn wanted(keys: &Range<usize>, word: usize) -> u64 {
         let clamp = |key: usize| key.saturating_sub(KEYS * word).min(KEYS);
         key_bits(clamp(keys.start), clamp(keys.end))
     }

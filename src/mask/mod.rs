@@ -27,6 +27,7 @@
 
 mod bound;
 mod dense;
+mod pairs;
 mod segments;
 mod structure;
 

@@ -229,15 +229,33 @@ impl Interval {
         start as usize..end as usize
     }
 
-    /// The number of pairs that the first `q_len` queries see, at most `u64::MAX`.
-    pub(crate) fn pairs(&self, q_len: usize) -> u64 {
-        let Self { start, end, lower, upper, queries, .. } = *self;
-        let upper = upper + 1;
+    /// The keys that some query may see.
+    pub(super) fn valid_keys(&self) -> Range<usize> {
+        // Both lie in 0..=kv_len, so they fit.
+        self.start as usize..self.end as usize
+    }
+
+    /// The queries that see key j.
+    pub(super) fn queries(&self, j: usize) -> Range<usize> {
+        let j = whole(j);
+        if !(self.start..self.end).contains(&j) {
+            return 0..0;
+        }
+        let first = (j - self.upper).clamp(0, self.queries);
+        first as usize..(j - self.lower + 1).clamp(first, self.queries) as usize
+    }
+
+    /// The number of pairs of these queries and keys that are seen, at most `u64::MAX`.
+    pub(super) fn pairs(&self, rows: Range<usize>, keys: Range<usize>) -> u64 {
+        let Self { lower, upper, queries, .. } = *self;
+        let (start, end, upper) = (self.start.max(whole(keys.start)), self.end.min(whole(keys.end)), upper + 1);
         // The count of query i is a line between the places where one of its two bounds starts or stops to move or
         // where the bounds meet.
         let seen = |i: i64| ((i + upper).min(end) - (i + lower).max(start)).max(0);
-        let q_len = whole(q_len).min(queries);
-        let mut cuts = [0, start - lower, start - upper, end - lower, end - upper, q_len].map(|i| i.clamp(0, q_len));
+        let last = whole(rows.end).min(queries);
+        let first = whole(rows.start).min(last);
+        let mut cuts =
+            [first, start - lower, start - upper, end - lower, end - upper, last].map(|i| i.clamp(first, last));
         cuts.sort_unstable();
         let lines = cuts.windows(2).filter(|cut| cut[0] < cut[1]);
         let twice = lines.map(|cut| i128::from(seen(cut[0]) + seen(cut[1] - 1)) * i128::from(cut[1] - cut[0]));
@@ -287,12 +305,19 @@ mod tests {
                 for (queries, q_len) in [3, 20].into_iter().flat_map(|n| (0..12).map(move |q_len| (n, q_len))) {
                     let interval = Interval { queries, start, end, lower, upper, origin: 0 };
                     let want: usize = (0..q_len).map(|i| interval.keys(i).len()).sum();
-                    assert_eq!(interval.pairs(q_len), want as u64, "{interval:?} {q_len}");
+                    assert_eq!(interval.pairs(0..q_len, 0..usize::MAX), want as u64, "{interval:?} {q_len}");
+                    let some = (2..q_len).flat_map(|i| interval.keys(i)).filter(|j| (1..4).contains(j)).count();
+                    assert_eq!(interval.pairs(2..q_len, 1..4), some as u64, "{interval:?} {q_len}");
+                }
+                let interval = Interval { queries: 5, start, end, lower, upper, origin: 0 };
+                for j in 0..8 {
+                    let want = (0..9).filter(|&i| interval.keys(i).contains(&j));
+                    assert!(interval.queries(j).eq(want), "{interval:?} {j}");
                 }
             }
         }
         let all = Interval { queries: FAR, start: 0, end: FAR, lower: -FAR, upper: FAR, origin: 0 };
-        assert_eq!(all.pairs(usize::MAX), u64::MAX);
+        assert_eq!(all.pairs(0..usize::MAX, 0..usize::MAX), u64::MAX);
     }
 
     #[test]

@@ -7,8 +7,8 @@ use common::layout::{LAYOUTS, Layout};
 use common::masks::{Dims, Rules, rules, some_dims};
 use common::recipe::{Recipe, recipes};
 use common::{Answer, Call, Keep, Precision, ROUNDING, Run, Seeded, Way, Within, property, ways};
-use multihead::ndarray::{Array2, Array4, ArrayD, ArrayView4, Axis, Zip, s};
-use multihead::{Error, HeadMap, Mask, Options, Visibility, attention};
+use multihead::ndarray::{Array2, Array4, ArrayD, ArrayRef2, ArrayView4, Axis, Zip, array, s};
+use multihead::{Error, HeadMap, Mask, MultiHeadAttention, Options, Visibility, attention};
 use proptest::prelude::*;
 
 fn pairs(dims: Dims) -> impl Iterator<Item = [usize; 4]> {
@@ -41,6 +41,71 @@ fn masks_follow_their_rules() {
             assert_eq!(bound.sees(b, h, i, j), array[pair], "{mask} {pair:?}");
         }
     });
+}
+
+/// Lengths of sequences whose sum is `len`, in up to two ways.
+fn segments(len: usize) -> impl Strategy<Value = Vec<Vec<usize>>> {
+    let cuts = prop::collection::vec(0..=len, 0..=6).prop_map(move |mut cuts| {
+        cuts.extend([0, len]);
+        cuts.sort_unstable();
+        cuts.windows(2).map(|cut| cut[1] - cut[0]).collect()
+    });
+    prop::collection::vec(cuts, 0..=2)
+}
+
+#[test]
+fn visible_pairs_are_counted() {
+    let square = some_dims().prop_map(|[batch, heads, _, len]| [batch, heads, len, len]);
+    let cases = prop_oneof![
+        masks().prop_map(|(dims, rules)| (dims, rules, Vec::new())),
+        square.prop_flat_map(|dims| (Just(dims), rules(dims), segments(dims[3]))),
+    ];
+    property(600, cases, |(dims, rules, segments)| {
+        let mask = segments.iter().fold(rules.mask(), |mask, lengths| mask & Mask::segments(lengths));
+        let [batch, heads, q_len, kv_len] = dims;
+        let Ok(bound) = mask.bind(batch, heads, q_len, kv_len) else { return };
+        let want = bound.to_array().unwrap().iter().filter(|&&sees| sees).count();
+        assert_eq!(bound.visible_pairs(), want as u64, "{mask} {dims:?}");
+    });
+}
+
+/// Lengths cost nothing to name, and masks that say the same of all queries or keys fit any of them.
+#[test]
+fn pairs_of_endless_lengths_are_counted_at_once() {
+    let max = usize::MAX;
+    let count = |mask: &Mask, dims: [usize; 4]| {
+        let [batch, heads, q_len, kv_len] = dims;
+        mask.bind(batch, heads, q_len, kv_len).unwrap().visible_pairs()
+    };
+    assert_eq!(count(&Mask::segments(&[max]), [1, 1, max, max]), u64::MAX);
+    let long = 1usize << 58;
+    let packed = Mask::segments(&[3, long - 8, 5]);
+    assert_eq!(count(&(packed.clone() & Mask::window(1, 0)), [1, 1, long, long]), 5 + 2 * (long as u64 - 8) - 1 + 9);
+    let keep = |pairs: &ArrayRef2<bool>| Mask::keep(pairs).unwrap();
+    let (yes, no) = (keep(&array![[true]]), keep(&array![[false]]));
+    assert_eq!([&yes, &no].map(|mask| count(mask, [1, 1, 1 << 40, 1 << 20])), [1 << 60, 0]);
+    assert_eq!(
+        count(&(yes.clone() & packed.clone() & Mask::last_n(2)), [1, 1, long, long]),
+        5 + 2 * (long as u64 - 8) - 1 + 9
+    );
+    // Three keys: all queries see the first, the last two of them the second, and nobody the third.
+    let two = keep(&array![[true, true, false]]);
+    assert_eq!(count(&(two.clone() & Mask::causal()), [1, 1, long, 3]), 3 + 2);
+    assert_eq!(count(&two, [7, 1, long, 3]), 7 * 2 * long as u64);
+    // Two queries: the second sees all keys up to its own, and the first does not see any.
+    let second = keep(&array![[false], [true]]);
+    assert_eq!(count(&(second.clone() & Mask::causal()), [1, 1, 2, long]), long as u64);
+    assert_eq!(count(&(second & two), [1, 1, 2, 3]), 2);
+    let none = Mask::keep(&Array4::from_elem((1 << 40, 1, 1, 0), true)).unwrap();
+    assert_eq!(count(&none, [1 << 40, 1, 1, 0]), 0);
+
+    let mha = MultiHeadAttention::<f32>::builder(8, 2).build().unwrap();
+    let flops = mha.config().flops_masked(1, max, max, &Mask::segments(&[max])).unwrap();
+    assert_eq!(flops.attention, u64::MAX);
+    // Tiles of such masks are answered at once too.
+    let tile = |mask: &Mask| mask.bind(1, 1, long, long).unwrap().tile(0, 0, 0..max, 0..max);
+    assert_eq!((tile(&yes), tile(&no)), (Visibility::All, Visibility::Nothing));
+    assert_eq!(tile(&(yes.clone() & Mask::segments(&[1, long - 1]))), Visibility::Some);
 }
 
 #[test]
