@@ -251,17 +251,24 @@ impl<S: Storage> KvCache<S> {
     /// ```
     ///
     /// # Errors
-    /// As [`KvCache::append`], and [`Error::Value`] if a length is above the number of tokens.
+    /// As [`KvCache::append`], and [`Error::Shape`] if there is not one length for each entry, [`Error::Value`] if one is
+    /// above the number of tokens.
     pub fn append_ragged(
         &mut self,
         k: &ArrayRef4<S::Element>,
         v: &ArrayRef4<S::Element>,
         lengths: &[usize],
     ) -> Result<()> {
+        check_shape("lengths", "[batch]", [Some(self.shape.batch)], &[lengths.len()])?;
         let tokens = k.dim().2;
-        let mask = Mask::query_lengths(lengths);
-        mask.check_queries(self.shape.batch, tokens)?;
-        self.append_valid([k, v], &mask)
+        if let Some(length) = lengths.iter().find(|&&length| length > tokens) {
+            return Err(Error::value(
+                "lengths",
+                "no length above the number of tokens",
+                format!("{length} of {tokens}"),
+            ));
+        }
+        self.append_valid([k, v], &Mask::query_lengths(lengths))
     }
 
     fn append_valid(&mut self, kv: [&ArrayRef4<S::Element>; 2], mask: &Mask) -> Result<()> {

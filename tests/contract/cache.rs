@@ -109,9 +109,9 @@ fn entries_have_their_own_lengths() {
     assert!(keys.slice(s![1, .., 67.., ..]).iter().all(|&x| x == 0.0));
 
     let error = cache.append_ragged(&k, &v, &[111, 0]).unwrap_err();
-    assert_eq!(error.to_string(), "query_lengths: expected no length above q_len, got 111 of 90");
+    assert_eq!(error.to_string(), "lengths: expected no length above the number of tokens, got 111 of 90");
     let error = cache.append_ragged(&k, &v, &[10]).unwrap_err();
-    assert_eq!(error.to_string(), "query_lengths: expected [batch] = [2], got [1]");
+    assert_eq!(error.to_string(), "lengths: expected [batch] = [2], got [1]");
     let full = Error::CacheFull { entry: 0, capacity: 200, length: 180, requested: 90 };
     cache.append(&k, &v).unwrap();
     assert_eq!(cache.append(&k, &v), Err(full));
