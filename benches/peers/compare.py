@@ -225,7 +225,7 @@ def progress(record):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ours", default=str(ROOT / "target/release/examples/speed"), metavar="COMMAND",
-                        help="our instrument (default: the release build of examples/speed.rs)")
+                        help="our instrument (default: the release build of examples/speed)")
     parser.add_argument("--python", default=sys.executable, help="the Python of the Python workers")
     parser.add_argument("--table", choices=(*TABLES, "all"), default="all", help="which table (default all)")
     parser.add_argument("--only", metavar="ROWFILTER", default="", help="rows whose name matches this regex")

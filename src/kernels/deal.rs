@@ -3,7 +3,8 @@
 //! The output is `[batch, num_heads, q_len, width]` with any strides. Item `index` stands for one batch entry, one KV
 //! head and one block of query positions; its rows are those positions of the query heads that read the KV head. The
 //! items of a deal are handed out once each, so their rows are disjoint, and a [`Block`] lets nothing else through.
-//! This is the crate's one way around a `&mut` that cannot be split (the rows of a group are no slice of the output).
+//! (The rows of a group are no slice of the output, so a `&mut` of it cannot be split. `blocks.rs` and `relay.rs` deal
+//! blocks of a matrix and parts of gradients for the same reason.)
 
 use super::real::Real;
 use super::table::Kernels;

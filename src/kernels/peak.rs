@@ -8,7 +8,7 @@ const CHAINS: usize = 12;
 
 /// Runs `steps * 12` vector multiply-adds on registers; returns their sum, so that they cannot be left out.
 #[inline(always)]
-pub(super) unsafe fn multiply_adds<S: Simd>(s: S, steps: usize, factor: S::Elem) -> S::Elem {
+pub(super) fn multiply_adds<S: Simd>(s: S, steps: usize, factor: S::Elem) -> S::Elem {
     let factor = s.splat(factor);
     let mut chains = [s.splat(S::Elem::LOG2_E); CHAINS];
     for _ in 0..steps {

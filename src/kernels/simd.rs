@@ -3,7 +3,7 @@
 //! A kernel takes `s: S` with `S: Simd` and calls `s.add(a, b)`. The token can only be made by unsafe code that checked
 //! the CPU, so the arithmetic needs no further proof and is safe; only loads and stores, which take pointers, are not.
 //! Everything is `#[inline(always)]` and carries no `#[target_feature]`: the attribute sits on the entry points in
-//! `mod.rs`, into which all of it is inlined.
+//! `table.rs`, into which all of it is inlined.
 
 use super::real::Real;
 use num_traits::Zero;
