@@ -107,8 +107,8 @@ pub fn decode_into<S: Storage>(
 
 /// Appends the keys and values of new tokens and attends with their queries: prefill, chunks of it, and steps.
 ///
-/// Of entries with fewer tokens than `q_len`, [`Mask::query_lengths`] in the options says how many are valid: only those
-/// are appended, and the queries of the others see nothing. Chunks of any length fit a ring.
+/// Of entries with fewer tokens than `q_len`, [`crate::Mask::query_lengths`] in the options says how many are valid: only
+/// those are appended, and the queries of the others see nothing. Chunks of any length fit a ring.
 ///
 /// ```
 /// use multihead::{attention::{self, NewTokens}, ndarray::Array4, CacheShape, KvCache, Mask, Options};
