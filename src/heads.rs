@@ -1,11 +1,12 @@
 //! Which KV head a query head reads: multi-head, grouped-query and multi-query attention as one map.
-//!
-//! MHA has `num_kv_heads = num_heads`, MQA has one KV head, GQA lies between (Ainslie et al. 2023,
-//! <https://arxiv.org/abs/2305.13245>). The general form is any list; it allows groups of different sizes.
 
 use crate::error::{Error, Result};
 
 /// The KV head of each query head.
+///
+/// Multi-head attention has `num_kv_heads = num_heads`, multi-query attention one KV head, and grouped-query attention lies
+/// between (Ainslie et al. 2023, <https://arxiv.org/abs/2305.13245>). The general form is any list; it allows groups of
+/// different sizes.
 ///
 /// ```
 /// use multihead::HeadMap;

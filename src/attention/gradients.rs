@@ -1,23 +1,4 @@
 //! The gradients of [`attention::forward`](super::forward): what backward takes, what it gives, and its two entry points.
-//!
-//! With `p[i, j] = exp(s[i, j] - lse[i])` over the pairs that are visible, and `z` the factors of dropout (1 without it):
-//!
-//! ```text
-//! D[i]     = d_context[i] . context[i]
-//! d_p      = z[i, j] (d_context[i] . v[j])
-//! d_s      = p[i, j] (d_p - D[i])                    the gradient of the bias
-//! d_x      = d_s (1 - (capped / softcap)^2)          capped = softcap tanh(scale q . k / softcap)
-//! d_v[j]   = sum_i z p d_context[i]
-//! d_k[j]   = scale sum_i d_x q[i]
-//! d_q[i]   = scale sum_j d_x k[j]
-//! d_sink   = -sum_i exp(sink - lse[i]) D[i]
-//! ```
-//!
-//! The learned bias of a bucket gets `d_s` of all pairs in it, a relative key `scale d_x q[i]` of all pairs at its distance;
-//! queries get the relative keys besides `k[j]`.
-//!
-//! (Dao et al. 2022, <https://arxiv.org/abs/2205.14135>, appendix B.2.) The sums of keys and values run over all queries
-//! of all heads that read them.
 
 use ndarray::{
     Array1, Array2, Array4, ArrayRef3, ArrayRef4, ArrayView3, ArrayView4, ArrayViewMut1, ArrayViewMut2, ArrayViewMut4,
@@ -212,6 +193,25 @@ impl<T: Element> GradientsMut<'_, T> {
 ///
 /// - `saved`: the inputs and outputs of the forward call
 /// - `d_context: [batch, num_heads, q_len, value_dim]`
+///
+/// With `p[i, j] = exp(s[i, j] - lse[i])` over the pairs that are visible, and `z` the factors of dropout (1 without it):
+///
+/// ```text
+/// D[i]     = d_context[i] . context[i]
+/// d_p      = z[i, j] (d_context[i] . v[j])
+/// d_s      = p[i, j] (d_p - D[i])                    the gradient of the bias
+/// d_x      = d_s (1 - (capped / softcap)^2)          capped = softcap tanh(scale q . k / softcap)
+/// d_v[j]   = sum_i z p d_context[i]
+/// d_k[j]   = scale sum_i d_x q[i]
+/// d_q[i]   = scale sum_j d_x k[j]
+/// d_sink   = -sum_i exp(sink - lse[i]) D[i]
+/// ```
+///
+/// The learned bias of a bucket gets `d_s` of all pairs in it, a relative key `scale d_x q[i]` of all pairs at its distance;
+/// queries get the relative keys besides `k[j]`.
+///
+/// (Dao et al. 2022, <https://arxiv.org/abs/2205.14135>, appendix B.2.) The sums of keys and values run over all queries
+/// of all heads that read them.
 ///
 /// `options` are those of the forward call, the seed of the dropout included. Whether weights were asked for does not
 /// matter. [`Path::Reference`] names the plain loops; every other path means the tiled one, whose memory is linear in the

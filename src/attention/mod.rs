@@ -15,15 +15,17 @@
 //! A query that sees no key has context 0, weights 0 and `lse = -inf` (its sink where the head has one).
 //! A hidden pair contributes nothing, whatever its values are.
 //!
-//! | path | file | what it is |
-//! | --- | --- | --- |
-//! | [`Path::Reference`] | `reference.rs` | four passes in plain loops; read this first |
-//! | [`Path::Tiled`] | `forward.rs`, `walk.rs`, `sight.rs` | tiles of keys with online softmax, no scores in memory |
-//! | the same | `split.rs` | the same, keys cut into chunks: few queries, many keys |
-//! | [`Path::Dense`] | `dense.rs` | product, row softmax, product; stores the weights when they are asked for |
+//! | path | what it is |
+//! | --- | --- |
+//! | [`Path::Reference`] | four passes in plain loops |
+//! | [`Path::Tiled`] | tiles of keys with online softmax, no scores in memory; chunks of keys for few queries |
+//! | [`Path::Dense`] | product, row softmax, product; stores the weights when they are asked for |
 //!
-//! [`backward`] gives the gradients: see `gradients.rs` for the formulas, `reference_backward.rs` for the plain loops and
-//! `backward.rs` for the tiles.
+//! [`backward`] gives the gradients and has their formulas.
+
+// Read `reference.rs` and `reference_backward.rs` first: they are the plain loops. `walk.rs` and `sight.rs` are the tiles,
+// which `forward.rs` walks whole and `split.rs` in chunks of keys; `backward.rs` goes back along them. `dense.rs` is the
+// path with weights.
 
 mod backward;
 mod bias;

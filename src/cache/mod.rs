@@ -4,25 +4,6 @@
 //! append(k, v)        keys and values of new tokens -> the next free slots of each batch entry
 //! decode(q, cache)    softmax(scale q k^T) v over the filled slots               see `attention/decode.rs`
 //! ```
-//!
-//! Slots lie in pages of 64, in the layout that the kernels read (`page.rs`), so nothing is packed when it is read.
-//! Position p of an entry is in slot `p % 64` of page `p / 64`, or of page `p / 64 % pages` of a ring:
-//!
-//! ```text
-//!                              page 0      page 1      page 2      page 3
-//! a cache for 200 tokens
-//!   entry 0, 150 tokens     |  0 ..  63| 64 .. 127|128 .. 149  |            |
-//!   entry 1, 70 tokens      |  0 ..  63| 64 .. 69 |            |            |
-//!
-//! a ring with a window of 100
-//!   entry 0, 300 tokens     |192 .. 255|256 .. 299 108 .. 127  |128 .. 191  |
-//! ```
-//!
-//! The next token of the ring goes over position 108, which no query sees any more: the query at 300 sees 201 and later
-//! ones. Positions below 108 have been overwritten, so 207 tokens are the fewest that it can be taken back to.
-//!
-//! Forks share pages until one of them writes. A fork of entry 0 of the first cache shares pages 0 to 2; the first token
-//! that either of them appends copies page 2, and pages 0 and 1 stay shared.
 
 mod page;
 mod ring;
@@ -67,13 +48,8 @@ pub struct CacheShape {
 
 /// Keys and values of one layer, token by token.
 ///
-/// All memory is taken when a cache is made, in pieces of up to 16 MiB (each is free when no cache or fork has a page of it
-/// any more), for which Linux is asked for huge pages. Each batch entry has its own length. What lies beyond a length is
-/// never visible, whatever it is.
-///
-/// Keys and values lie as attention reads them, in pages of 64 tokens: a token takes
-/// `num_kv_heads * (head_dim + width)` numbers of the [`Storage`], with `width` the value width rounded up to 16, and a page
-/// `8 * num_kv_heads` bytes more, which [`KvCache::bytes`] counts.
+/// All memory is taken when a cache is made. Each batch entry has its own length. What lies beyond a length is never
+/// visible, whatever it is.
 ///
 /// ```
 /// use multihead::{attention, ndarray::Array4, CacheShape, KvCache, Mask, Options};
@@ -87,6 +63,31 @@ pub struct CacheShape {
 /// assert_eq!(attended.context, q);
 /// # Ok::<(), multihead::Error>(())
 /// ```
+///
+/// # Pages
+/// Keys and values lie as attention reads them, in pages of 64 tokens, so nothing is packed when it is read. A token takes
+/// `num_kv_heads * (head_dim + width)` numbers of the [`Storage`], with `width` the value width rounded up to 16, and a page
+/// `8 * num_kv_heads` bytes more, which [`KvCache::bytes`] counts. Pages lie side by side in pieces of up to 16 MiB, for which
+/// Linux is asked for huge pages; a piece is free when no cache and no fork has a page of it any more.
+///
+/// Position p of an entry is in slot `p % 64` of page `p / 64`, or of page `p / 64 % pages` of a ring:
+///
+/// ```text
+///                              page 0      page 1      page 2      page 3
+/// a cache for 200 tokens
+///   entry 0, 150 tokens     |  0 ..  63| 64 .. 127|128 .. 149  |            |
+///   entry 1, 70 tokens      |  0 ..  63| 64 .. 69 |            |            |
+///
+/// a ring with a window of 100
+///   entry 0, 300 tokens     |192 .. 255|256 .. 299 108 .. 127  |128 .. 191  |
+/// ```
+///
+/// The next token of the ring ([`KvCache::ring`]) goes over position 108, which no query sees any more: the query at 300
+/// sees 201 and later ones. Positions below 108 have been overwritten, so 207 tokens are the fewest that it can be taken
+/// back to.
+///
+/// Forks ([`KvCache::fork`]) share pages until one of them writes. A fork of the first cache shares pages 0 to 2 of its
+/// entry 0; the first token that either of them appends to it copies page 2, and pages 0 and 1 stay shared.
 #[derive(Debug)]
 pub struct KvCache<S: Storage> {
     shape: CacheShape,

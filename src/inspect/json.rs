@@ -1,17 +1,4 @@
-//! Weights of a whole model as JSON, in the form that BertViz (Vig 2019, <https://arxiv.org/abs/1906.05714>) hands to its
-//! head view and model view:
-//!
-//! ```text
-//! {"attention": [{"name": null,
-//!                 "attn": [layer][head][query][key],
-//!                 "left_text": [query],
-//!                 "right_text": [key]}],
-//!  "default_filter": "0",
-//!  "include_layers": [layer]}
-//! ```
-//!
-//! Numbers have the digits that their type needs to be read back as they were; one that is not finite, which JSON does
-//! not know, is `null`.
+//! Weights of a whole model as JSON.
 
 use ndarray::{ArrayView3, Axis};
 use std::fmt::Write;
@@ -19,7 +6,20 @@ use std::fmt::Write;
 use crate::element::Element;
 use crate::error::{Result, check_shape};
 
-/// The weights of the layers of a model as JSON for BertViz and viewers like it, which `json.rs` describes.
+/// The weights of the layers of a model as JSON for viewers, in the form that BertViz (Vig 2019,
+/// <https://arxiv.org/abs/1906.05714>) hands to its head view and model view:
+///
+/// ```text
+/// {"attention": [{"name": null,
+///                 "attn": [layer][head][query][key],
+///                 "left_text": [query],
+///                 "right_text": [key]}],
+///  "default_filter": "0",
+///  "include_layers": [layer]}
+/// ```
+///
+/// Numbers have the digits that their type needs to be read back as they were; one that is not finite, which JSON does
+/// not know, is `null`.
 ///
 /// - `layers`: `[num_heads, q_len, kv_len]` each, one batch entry of [`LayerOutput::weights`]
 /// - `queries: [q_len]` and `keys: [kv_len]`, the tokens

@@ -1,23 +1,4 @@
 //! What each head does, in numbers.
-//!
-//! With `w[i, j]` the softmax probabilities of one head of one batch entry, `pos` where query i stands among the keys and
-//! `t[j]` the token of key j; each is a mean over the queries i that have a weight:
-//!
-//! | statistic | of query i | source |
-//! | --- | --- | --- |
-//! | `entropy` | `-sum_j w[i, j] ln w[i, j]` | Ghader and Monz 2017, <https://arxiv.org/abs/1710.03348> |
-//! | `distance` | `sum_j w[i, j] abs(pos - j)` | Vig and Belinkov 2019, <https://arxiv.org/abs/1906.04284> |
-//! | `confidence` | `max_j w[i, j]` | Voita et al. 2019, <https://arxiv.org/abs/1905.09418> |
-//! | `first` | `w[i, 0]`, or the first key that is no padding, see [`Tokens::starts`] | Xiao et al. 2023, <https://arxiv.org/abs/2309.17453> |
-//! | `previous` | `w[i, pos - 1]`, where there is such a key | Clark et al. 2019, <https://arxiv.org/abs/1906.04341> |
-//! | `next` | `w[i, pos + 1]`, where there is such a key | as `previous` |
-//! | `duplicate` | `sum w[i, j]` over `j < pos` with `t[j] = t[pos]` | Wang et al. 2022, <https://arxiv.org/abs/2211.00593> |
-//! | `induction` | `sum w[i, j]` over `j <= pos` with `t[j - 1] = t[pos]` | Olsson et al. 2022, <https://arxiv.org/abs/2209.11895> |
-//!
-//! `duplicate` and `induction` are means over the queries whose token stands earlier too. `received[j] = sum_i w[i, j]` is
-//! what a cache goes by that keeps the keys that get the most (Zhang et al. 2023, <https://arxiv.org/abs/2306.14048>).
-//!
-//! A sink takes its share of a row and is no key: the weights of such a row sum up to less than 1.
 
 use ndarray::{Array2, Array3, ArrayRef4, ArrayView4, Axis, s};
 use std::ops::Range;
@@ -38,7 +19,26 @@ const PART_ROWS: usize = 256;
 /// What a weight costs in operations, as far as it decides on threads: most of it is its logarithm.
 const FLOP_PER_WEIGHT: f64 = 20.0;
 
-/// What each head of each batch entry does; `statistics.rs` has the formulas.
+/// What each head of each batch entry does.
+///
+/// With `w[i, j]` the softmax probabilities of one head of one batch entry, `pos` where query i stands among the keys and
+/// `t[j]` the token of key j; each is a mean over the queries i that have a weight:
+///
+/// | statistic | of query i | source |
+/// | --- | --- | --- |
+/// | `entropy` | `-sum_j w[i, j] ln w[i, j]` | Ghader and Monz 2017, <https://arxiv.org/abs/1710.03348> |
+/// | `distance` | `sum_j w[i, j] abs(pos - j)` | Vig and Belinkov 2019, <https://arxiv.org/abs/1906.04284> |
+/// | `confidence` | `max_j w[i, j]` | Voita et al. 2019, <https://arxiv.org/abs/1905.09418> |
+/// | `first` | `w[i, 0]`, or the first key that is no padding, see [`Tokens::starts`] | Xiao et al. 2023, <https://arxiv.org/abs/2309.17453> |
+/// | `previous` | `w[i, pos - 1]`, where there is such a key | Clark et al. 2019, <https://arxiv.org/abs/1906.04341> |
+/// | `next` | `w[i, pos + 1]`, where there is such a key | as `previous` |
+/// | `duplicate` | `sum w[i, j]` over `j < pos` with `t[j] = t[pos]` | Wang et al. 2022, <https://arxiv.org/abs/2211.00593> |
+/// | `induction` | `sum w[i, j]` over `j <= pos` with `t[j - 1] = t[pos]` | Olsson et al. 2022, <https://arxiv.org/abs/2209.11895> |
+///
+/// `duplicate` and `induction` are means over the queries whose token stands earlier too. `received[j] = sum_i w[i, j]` is
+/// what a cache goes by that keeps the keys that get the most (Zhang et al. 2023, <https://arxiv.org/abs/2306.14048>).
+///
+/// A sink takes its share of a row and is no key: the weights of such a row sum up to less than 1.
 ///
 /// Means are over the queries that have a weight that is not 0, and 0 if there are none. They are computed in `f64`
 /// from the weights of the call's type.

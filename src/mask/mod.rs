@@ -1,29 +1,4 @@
-//! What may attend to what.
-//!
-//! A [`Mask`] is a set of rules, and a pair (query, key) is visible if *every* rule lets it through: masks combine by
-//! intersection, with `&`. The rules come in two kinds. *Structure* (causal, window, key ranges, segments) leaves each query one
-//! interval of keys and costs no memory; *dense* rules hold one bit per pair.
-//!
-//! # Positions
-//! `pos(i)` is the key position of query i. Bottom-right (the default) aligns the last query with the last valid key:
-//! `pos(i) = i + n - q_len`, where n is the end of the batch entry's key range. A causal mask keeps `j <= pos(i)`:
-//!
-//! ```
-//! use multihead::Mask;
-//! let causal = Mask::causal();
-//! assert_eq!(causal.bind(1, 1, 2, 5)?.to_string(), "1 1 1 1 0\n1 1 1 1 1\n");
-//! assert_eq!(causal.bind(1, 1, 5, 2)?.to_string(), "0 0\n0 0\n0 0\n1 0\n1 1\n");
-//! # Ok::<(), multihead::Error>(())
-//! ```
-//!
-//! A window keeps `pos - left <= j <= pos + right`, both ends in:
-//!
-//! ```
-//! # use multihead::Mask;
-//! let window = Mask::causal() & Mask::window(1, 1);
-//! assert_eq!(window.bind(1, 1, 4, 4)?.to_string(), "1 0 0 0\n1 1 0 0\n0 1 1 0\n0 0 1 1\n");
-//! # Ok::<(), multihead::Error>(())
-//! ```
+//! What may attend to what: [`Mask`] holds the rules, [`BoundMask`] answers for given lengths.
 
 mod bound;
 mod dense;
@@ -45,9 +20,12 @@ use structure::{Align, Band, KeyRanges, QueryLengths};
 
 use crate::error::Result;
 
-/// Rules that say which keys a query may attend to; all of them must hold. Cheap to clone.
+/// Rules that say which keys a query may attend to. Cheap to clone.
 ///
-/// The constructors carry the meaning in their names, so that no array of `bool` has to be guessed at.
+/// A pair (query, key) is visible if *every* rule lets it through: masks combine by intersection, with `&`. The rules come
+/// in two kinds. *Structure* (causal, window, key ranges, query lengths, segments) leaves each query one interval of keys
+/// and costs no memory; *dense* rules hold one bit per pair. The constructors carry the meaning in their names, so that no
+/// array of `bool` has to be guessed at.
 ///
 /// ```
 /// use multihead::Mask;
@@ -58,6 +36,27 @@ use crate::error::Result;
 ///     mask.bind(2, 1, 3, 3)?.to_string(),
 ///     "batch 0, head 0:\n1 0 0\n1 1 0\n1 1 0\nbatch 1, head 0:\n1 0 0\n1 1 0\n1 1 1\n",
 /// );
+/// # Ok::<(), multihead::Error>(())
+/// ```
+///
+/// # Positions
+/// `pos(i)` is the key position of query i. Bottom-right (the default) aligns the last query with the last valid key:
+/// `pos(i) = i + n - q_len`, where n is the end of the batch entry's key range. A causal mask keeps `j <= pos(i)`:
+///
+/// ```
+/// use multihead::Mask;
+/// let causal = Mask::causal();
+/// assert_eq!(causal.bind(1, 1, 2, 5)?.to_string(), "1 1 1 1 0\n1 1 1 1 1\n");
+/// assert_eq!(causal.bind(1, 1, 5, 2)?.to_string(), "0 0\n0 0\n0 0\n1 0\n1 1\n");
+/// # Ok::<(), multihead::Error>(())
+/// ```
+///
+/// A window keeps `pos - left <= j <= pos + right`, both ends in:
+///
+/// ```
+/// # use multihead::Mask;
+/// let window = Mask::causal() & Mask::window(1, 1);
+/// assert_eq!(window.bind(1, 1, 4, 4)?.to_string(), "1 0 0 0\n1 1 0 0\n0 1 1 0\n0 0 1 1\n");
 /// # Ok::<(), multihead::Error>(())
 /// ```
 ///

@@ -1,13 +1,4 @@
 //! The layer: multi-head attention that owns its projections.
-//!
-//! ```text
-//! Q = query W_Q + b_Q     K = key W_K + b_K     V = value W_V + b_V
-//! Q_h, K_h normalised, and turned by their positions, if the layer does so
-//! output = concat_h(attention(Q_h, K_kv(h), V_kv(h))) W_O + b_O
-//! ```
-//!
-//! (Vaswani et al. 2017, section 3.2.2, <https://arxiv.org/abs/1706.03762>.) Multi-query and grouped-query attention
-//! are the same layer with fewer KV heads. Heads are split and merged by strides, never by copying.
 
 mod backward;
 mod builder;
@@ -132,6 +123,19 @@ impl Config {
 }
 
 /// Multi-head, grouped-query or multi-query attention with its projections W_Q, W_K, W_V and W_O.
+///
+/// ```text
+/// Q = query W_Q + b_Q     K = key W_K + b_K     V = value W_V + b_V
+/// Q_h = norm(Q_h)         K_g = norm(K_g)       with Builder::qk_norm, each head by itself
+/// Q_h = turn(Q_h)         K_g = turn(K_g)       with Builder::rope, by the positions of the tokens
+/// output = concat_h(attention(Q_h, K_g, V_g)) W_O + b_O        g the KV head that query head h reads
+/// ```
+///
+/// (Vaswani et al. 2017, section 3.2.2, <https://arxiv.org/abs/1706.03762>.) The parts follow each other in this order, so a
+/// cache keeps keys that are normalised and turned. [`Builder::qk_norm`] says what the norm computes (Zhang and Sennrich
+/// 2019, <https://arxiv.org/abs/1910.07467>), [`Rope`] how heads turn, and the module [`attention`](crate::attention) what
+/// follows. Multi-query and grouped-query attention are the same layer with fewer KV heads. Heads are split and merged by
+/// strides, never by copying.
 ///
 /// ```
 /// use multihead::{ndarray::Array3, Mask, MultiHeadAttention};

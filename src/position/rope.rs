@@ -1,14 +1,4 @@
-//! Rotary positions: the pairs of columns of a query or key head turn by an angle that grows with the position.
-//!
-//! ```text
-//! angle[i] = position * frequency[i]          frequency[i] = theta^(-2 i / dims)      0 <= i < dims / 2
-//! a' = a cos(angle) - b sin(angle)
-//! b' = a sin(angle) + b cos(angle)
-//! ```
-//!
-//! (Su et al. 2021, <https://arxiv.org/abs/2104.09864>.) The product of a turned query and a turned key depends on the
-//! distance of their positions only. `(a, b)` are the columns `(i, i + dims / 2)` or `(2 i, 2 i + 1)`, see
-//! [`RopeStyle`]; weights that were trained for one are wrong for the other, so there is no default.
+//! Rotary positions: which pairs of columns of a head turn, and how fast.
 
 use ndarray::{Array1, ArrayRef4};
 
@@ -30,7 +20,18 @@ pub enum RopeStyle {
     Interleaved,
 }
 
-/// Rotary positions of a layer, see [`crate::Builder::rope`].
+/// Rotary positions of a layer, see [`crate::Builder::rope`]: the pairs of columns of a query or key head turn by an angle
+/// that grows with the position.
+///
+/// ```text
+/// angle[i] = position * frequency[i]          frequency[i] = theta^(-2 i / dims)      0 <= i < dims / 2
+/// a' = a cos(angle) - b sin(angle)
+/// b' = a sin(angle) + b cos(angle)
+/// ```
+///
+/// (Su et al. 2021, <https://arxiv.org/abs/2104.09864>.) The product of a turned query and a turned key depends on the
+/// distance of their positions only. `(a, b)` are the columns `(i, i + dims / 2)` or `(2 i, 2 i + 1)`, see
+/// [`RopeStyle`]; weights that were trained for one are wrong for the other, so there is no default.
 ///
 /// ```
 /// use multihead::{MultiHeadAttention, Rope, RopeStyle};
