@@ -92,7 +92,7 @@ pub(crate) use pairs::RowsAndKeys;
 pub(crate) use prepacked::Prepacked;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
-pub(crate) use scratch::{aligned, line_start, reserve};
+pub(crate) use scratch::{aligned, reserve};
 pub(crate) use simd::fetch;
 pub(crate) use slab::Lot;
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, rows_of_tile};

@@ -1,37 +1,28 @@
-//! Memory that begins at a cache line, so that no vector of a packed tile lies across two.
+//! Working memory that begins at a cache line, so that no vector of a packed tile lies across two.
 
+use super::Real;
 use super::simd::LINE;
-
-/// Elements of a line: that many more than are wanted leave room to begin at one.
-const fn slack<T>() -> usize {
-    LINE / size_of::<T>()
-}
 
 /// The first `n` elements of `buffer` from a cache line on. The buffer grows if it has to and keeps what it holds,
 /// whatever that is.
 #[inline]
-pub(crate) fn aligned<T: Copy + Default>(buffer: &mut Vec<T>, n: usize) -> &mut [T] {
+pub(crate) fn aligned<T: Real>(buffer: &mut Vec<T>, n: usize) -> &mut [T] {
     if n == 0 {
         return &mut [];
     }
-    if buffer.len() < n + slack::<T>() {
-        buffer.resize(n + slack::<T>(), T::default());
+    let slack = LINE / size_of::<T>();
+    if buffer.len() < n + slack {
+        buffer.resize(n + slack, T::zero());
     }
-    let start = line_start(buffer);
-    &mut buffer[start..start + n]
-}
-
-/// Where [`aligned`] elements of a buffer begin.
-#[inline]
-pub(crate) fn line_start<T>(buffer: &[T]) -> usize {
     // An address that cannot be aligned costs speed, not correctness.
-    buffer.as_ptr().align_offset(LINE).min(slack::<T>()).min(buffer.len())
+    let start = buffer.as_ptr().align_offset(LINE).min(slack);
+    &mut buffer[start..start + n]
 }
 
 /// Makes room for `n` elements of [`aligned`], so that it allocates nothing; writes none of them. `None` if that much
 /// memory cannot be had.
-pub(crate) fn reserve<T>(buffer: &mut Vec<T>, n: usize) -> Option<()> {
-    let wanted = n.saturating_add(slack::<T>());
+pub(crate) fn reserve<T: Real>(buffer: &mut Vec<T>, n: usize) -> Option<()> {
+    let wanted = n.saturating_add(LINE / size_of::<T>());
     buffer.try_reserve_exact(wanted.saturating_sub(buffer.len())).ok()
 }
 
@@ -42,13 +33,11 @@ mod tests {
     #[test]
     fn begins_at_a_line_and_does_not_grow_twice() {
         let mut buffer = Vec::<f32>::new();
-        assert_eq!(line_start(&buffer), 0);
         for n in [0, 1, 100, 50, 100] {
             let slice = aligned(&mut buffer, n);
             assert_eq!(slice.len(), n);
             assert!(n == 0 || slice.as_ptr().addr().is_multiple_of(LINE));
         }
         assert_eq!(buffer.len(), 116);
-        assert!(buffer[line_start(&buffer)..].as_ptr().addr().is_multiple_of(LINE));
     }
 }

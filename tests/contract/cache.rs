@@ -278,7 +278,7 @@ fn enormous_caches_without_batch_entries_do_not_overflow() {
         Options::new().relative_bias(buckets, &table),
         Options::new().relative_keys(&relative_keys),
         Options::new().path(Path::Reference),
-        Options::new().path(Path::Dense).weights(),
+        Options::new().path(Path::Dense),
     ];
     for mut cache in new.into_iter().chain(rings) {
         let capacity = cache.shape().capacity;
