@@ -87,8 +87,8 @@ pub(crate) trait Compiled: Real {
     /// What each head does.
     fn head_statistics(of: inspect::Attention<'_, '_, Self>, tokens: &Tokens<'_>) -> Result<HeadStatistics>;
 
-    /// Packs weights `[in, out]` for projections; `None` if there is no memory for that.
-    fn prepack(w: ArrayView2<'_, Self>) -> Option<Prepacked<Self>>;
+    /// Packs weights `[in, out]` for projections. The error is the index of the first that there is no memory for.
+    fn prepack(weights: &[ArrayView2<'_, Self>]) -> Result<Vec<Prepacked<Self>>, usize>;
 
     /// Projections, together.
     fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>);
@@ -219,8 +219,8 @@ macro_rules! compiled {
                 inspect::head_statistics(of, tokens)
             }
 
-            fn prepack(w: ArrayView2<'_, Self>) -> Option<Prepacked<Self>> {
-                Prepacked::new(w)
+            fn prepack(weights: &[ArrayView2<'_, Self>]) -> Result<Vec<Prepacked<Self>>, usize> {
+                Prepacked::several(weights)
             }
 
             fn project(level: Level, projections: [Option<Projected<'_, Self>>; 3], scratch: &mut Vec<Vec<Self>>) {

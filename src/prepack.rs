@@ -1,7 +1,8 @@
 //! Weights that can keep their matrices twice: as they are, and packed for the products of all calls to come.
 
-use ndarray::Array2;
+use ndarray::{Array2, ArrayView2};
 use std::ops::Deref;
+use std::sync::Arc;
 
 use crate::element::Element;
 use crate::error::{Error, Result};
@@ -16,19 +17,19 @@ pub(crate) trait Matrices<T: Element> {
 #[derive(Debug, Clone)]
 pub(crate) struct Packable<W, T> {
     weights: W,
-    /// Of all matrices in their order, or empty.
-    packed: Vec<Prepacked<T>>,
+    /// Of all matrices in their order. Clones share it.
+    packed: Option<Arc<[Prepacked<T>]>>,
 }
 
 impl<W: Matrices<T>, T: Element> Packable<W, T> {
     /// Weights without a copy.
     pub(crate) fn new(weights: W) -> Self {
-        Self { weights, packed: Vec::new() }
+        Self { weights, packed: None }
     }
 
     /// The weights, to be changed.
     pub(crate) fn edit(&mut self) -> &mut W {
-        self.packed = Vec::new();
+        self.packed = None;
         &mut self.weights
     }
 
@@ -41,21 +42,26 @@ impl<W: Matrices<T>, T: Element> Packable<W, T> {
         if self.is_prepacked() {
             return Ok(());
         }
-        let pack = |(argument, w): (&'static str, &Array2<T>)| {
-            let too_large = || Error::TooLarge { argument, axes: "[in, out]", got: w.shape().to_vec() };
-            T::prepack(w.view()).ok_or_else(too_large)
+        let (names, matrices): (Vec<_>, Vec<ArrayView2<'_, T>>) =
+            self.weights.matrices().map(|(name, w)| (name, w.view())).unzip();
+        let too_large = |index: usize| Error::TooLarge {
+            argument: names[index],
+            axes: "[in, out]",
+            got: matrices[index].shape().to_vec(),
         };
-        self.packed = self.weights.matrices().map(pack).collect::<Result<_>>()?;
+        let packed = T::prepack(&matrices).map_err(too_large)?;
+        self.packed = Some(packed.into());
         Ok(())
     }
 
     pub(crate) fn is_prepacked(&self) -> bool {
-        !self.packed.is_empty()
+        self.packed.is_some()
     }
 
     /// One of the matrices, packed if there is a copy.
     pub(crate) fn factor<'a>(&'a self, w: &'a Array2<T>) -> Factor<'a, T> {
-        let packed = self.weights.matrices().zip(&self.packed).find(|((_, matrix), _)| std::ptr::eq(*matrix, w));
+        let packed = self.packed.iter().flat_map(|packed| packed.iter());
+        let packed = self.weights.matrices().zip(packed).find(|((_, matrix), _)| std::ptr::eq(*matrix, w));
         packed.map_or_else(|| w.view().into(), |(_, packed)| Factor::Prepacked(packed))
     }
 }

@@ -9,6 +9,7 @@
 //! back holds what it held: neither is ever visible.
 
 use ndarray::ArrayView2;
+use std::iter::repeat_n;
 use std::sync::Arc;
 
 use super::Storage;
@@ -56,7 +57,7 @@ impl<S: Storage> Page<S> {
     pub(super) fn several(shape: PageShape, count: usize) -> Option<Vec<Arc<Self>>> {
         let mut pages = Vec::new();
         pages.try_reserve_exact(count).ok()?;
-        for numbers in Lot::several(shape.numbers(), count)? {
+        for numbers in Lot::of_lens(repeat_n(shape.numbers(), count)).ok()? {
             let mut not_finite = Vec::new();
             not_finite.try_reserve_exact(shape.num_kv_heads).ok()?;
             not_finite.resize(shape.num_kv_heads, 0);

@@ -18,6 +18,7 @@
 
 use super::gemm::{DEPTH, Panels, chunks, is_unit};
 use super::real::Real;
+use super::slab::Lot;
 use super::table::Kernels;
 use super::tile::{MAX_ROWS, Start};
 use super::{Level, PANEL};
@@ -32,46 +33,46 @@ const STRIP: usize = 256;
 const ONE_GROUP_STRIP: usize = 512;
 
 /// A matrix of weights, packed for every product to come.
-#[derive(Clone)]
 pub(crate) struct Prepacked<T> {
     /// `[in, out]`
     dim: (usize, usize),
-    numbers: Vec<Lanes<T>>,
+    numbers: Lot<T>,
 }
 
-/// One row of a panel. No vector of it lies across two lines of the cache.
-#[repr(C, align(64))]
-#[derive(Clone, Copy)]
-struct Lanes<T>([T; PANEL]);
-
 impl<T: Real> Prepacked<T> {
-    /// Packs `w`, of any strides. `None` if there is no memory for that.
-    pub(crate) fn new(w: ArrayView2<'_, T>) -> Option<Self> {
-        let (terms, columns) = w.dim();
-        let panels = columns.div_ceil(PANEL);
-        let len = terms.checked_next_multiple_of(PANEL)?.checked_mul(panels)?;
-        let mut numbers = Vec::new();
-        if len == 0 {
-            // Without columns it may have any number of rows.
-            return Some(Self { dim: (terms, columns), numbers });
+    /// Packs matrices of any strides.
+    ///
+    /// # Errors
+    /// The index of the first matrix that there is no memory for.
+    pub(crate) fn several(matrices: &[ArrayView2<'_, T>]) -> Result<Vec<Self>, usize> {
+        // What `usize` cannot count is more than there is memory for.
+        let len = |w: &ArrayView2<'_, T>| match w.dim() {
+            // It may have any number of rows.
+            (_, 0) => 0,
+            (terms, columns) => padded(terms).saturating_mul(padded(columns)),
+        };
+        let lots = Lot::of_lens(matrices.iter().map(len))?;
+        Ok(matrices.iter().zip(lots).map(|(w, numbers)| Self::packed(w.view(), numbers)).collect())
+    }
+
+    fn packed(w: ArrayView2<'_, T>, mut numbers: Lot<T>) -> Self {
+        let dim = w.dim();
+        if numbers.is_empty() {
+            return Self { dim, numbers };
         }
-        numbers.try_reserve_exact(len).ok()?;
-        numbers.resize(len, Lanes([T::zero(); PANEL]));
         let kernels = T::kernels(Level::best());
-        let mut left = numbers.as_mut_slice();
-        for terms in chunks(0..terms, DEPTH) {
-            let (rows, w) = (packed_rows(&terms), w.slice(s![terms, ..]));
+        let mut left = &mut numbers[..];
+        for terms in chunks(0..dim.0, DEPTH) {
+            let (rows, w) = (padded(terms.len()), w.slice(s![terms, ..]));
             let chunk;
-            (chunk, left) = left.split_at_mut(rows * panels);
-            // SAFETY: `Lanes` are 16 numbers one after the other, without a gap (their size is a multiple of 64 bytes).
-            let chunk = unsafe { std::slice::from_raw_parts_mut(chunk.as_mut_ptr().cast::<T>(), chunk.len() * PANEL) };
+            (chunk, left) = left.split_at_mut(rows * padded(dim.1));
             if w.nrows() == rows && !is_unit(&w, 1) {
                 kernels.pack_panels(w.reversed_axes(), chunk);
             } else {
                 kernels.pack_columns(w, rows * PANEL, chunk);
             }
         }
-        Some(Self { dim: (terms, columns), numbers })
+        Self { dim, numbers }
     }
 
     /// `[in, out]`
@@ -81,15 +82,15 @@ impl<T: Real> Prepacked<T> {
 
     /// The panels of a chunk of the terms, from a column on that begins one.
     fn panels(&self, terms: &Range<usize>, column: usize) -> Panels<T> {
-        let rows = packed_rows(terms);
-        let at = terms.start * self.dim.1.div_ceil(PANEL) + column / PANEL * rows;
-        Panels { data: self.numbers[at..].as_ptr().cast(), panel: rows * PANEL, k: PANEL }
+        let rows = padded(terms.len());
+        let at = terms.start * padded(self.dim.1) + column * rows;
+        Panels { data: self.numbers[at..].as_ptr(), panel: rows * PANEL, k: PANEL }
     }
 }
 
-/// Rows of a panel that holds so many terms.
-fn packed_rows(terms: &Range<usize>) -> usize {
-    terms.len().next_multiple_of(PANEL)
+/// What so many terms or columns are filled up to with zeros; `usize::MAX` for more than it can count.
+fn padded(n: usize) -> usize {
+    n.div_ceil(PANEL).saturating_mul(PANEL)
 }
 
 impl<T> fmt::Debug for Prepacked<T> {
@@ -143,6 +144,10 @@ mod tests {
     use crate::kernels::testing::{Numbers, at_every_level};
     use ndarray::{Array1, Array2};
 
+    fn prepacked<T: Real>(w: ArrayView2<'_, T>) -> Prepacked<T> {
+        Prepacked::several(&[w]).ok().and_then(|mut packed| packed.pop()).expect("a small matrix")
+    }
+
     /// Some columns of `x w + bias`, or of that and what `out` held.
     fn run<T: Real>(
         kernels: &Kernels<T>,
@@ -186,7 +191,7 @@ mod tests {
                     let plain = Linear { x: many.view(), w: w.view().into(), bias, start };
                     let expected = run(kernels, &plain, 0..columns, out(40).view_mut());
                     for (layout, w) in layouts.into_iter().enumerate() {
-                        let Some(packed) = Prepacked::new(w) else { panic!("no memory for {depth} x {columns}") };
+                        let packed = prepacked(w);
                         for rows in [0, 1, 2, 6, 7, 13, 40] {
                             let x = many.slice(s![..rows, ..]);
                             let linear = Linear { x, w: Factor::Prepacked(&packed), ..plain };
@@ -214,7 +219,7 @@ mod tests {
                 let mut numbers = Numbers::new((depth + 1000 * columns) as u64);
                 let (x, w) = (numbers.matrix::<T>(5, depth), numbers.matrix::<T>(depth, columns));
                 let bias = Array1::from(numbers.vec(columns));
-                let Some(packed) = Prepacked::new(w.view()) else { panic!("no memory for {depth} x {columns}") };
+                let packed = prepacked(w.view());
                 for rows in [1, 2, 5] {
                     let x = x.slice(s![..rows, ..]);
                     let plain = Linear { x, w: w.view().into(), bias: Some(bias.view()), start: Start::Zero };
@@ -230,12 +235,26 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_it_begin_at_a_line_too() {
+    fn panels_begin_at_a_line() {
         let w = Numbers::new(1).matrix::<f32>(40, 40);
-        let Some(packed) = Prepacked::new(w.view()) else { panic!("no memory for 40 x 40") };
-        for packed in [packed.clone(), packed] {
-            assert!(packed.panels(&(0..40), 16).data.addr().is_multiple_of(64));
-            assert_eq!(format!("{packed:?}"), "Prepacked { dim: (40, 40), .. }");
-        }
+        let packed = prepacked(w.view());
+        assert!(packed.panels(&(0..40), 16).data.addr().is_multiple_of(64));
+        assert_eq!(format!("{packed:?}"), "Prepacked { dim: (40, 40), .. }");
+    }
+
+    #[test]
+    fn matrices_without_numbers_take_no_memory() {
+        let [w, empty] = [ArrayView2::<f32>::from_shape((usize::MAX / 8, 0), &[]), ArrayView2::from_shape((0, 7), &[])]
+            .map(|w| w.unwrap());
+        let packed = Prepacked::several(&[w, empty, w]).unwrap();
+        assert!(packed.iter().all(|packed| packed.numbers.is_empty()));
+        assert_eq!(packed.iter().map(|packed| packed.dim()).collect::<Vec<_>>(), [w.dim(), (0, 7), w.dim()]);
+    }
+
+    #[test]
+    fn the_first_that_there_is_no_memory_for_is_named() {
+        let w = Array2::<f32>::zeros((1, 1));
+        let large = w.broadcast((1 << 40, 1 << 20)).unwrap();
+        assert_eq!(Prepacked::several(&[w.view(), large, w.view()]).err(), Some(1));
     }
 }

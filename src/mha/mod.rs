@@ -241,7 +241,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// `[out, in]` (from most files, see `Builder::load`) give calls of up to 24 tokens other roundings without a copy.
     ///
     /// [`MultiHeadAttention::set_weights`] and [`MultiHeadAttention::parameters_mut`] drop the copy, so it pays in between
-    /// if there are many calls; `forward_train` reads it too. A clone has a copy of its own, and `==` does not ask for one;
+    /// if there are many calls; `forward_train` reads it too. A clone shares the copy, and `==` does not ask for one;
     /// what [`MultiHeadAttention::prune_heads`] and the like make has none.
     ///
     /// ```
