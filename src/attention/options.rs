@@ -341,7 +341,7 @@ impl<'a, T: Element> Options<'a, T> {
         self
     }
 
-    /// Query positions of a work item of the tiled path, for measuring. It moves time and scratch, and no bit of the
+    /// Query positions of a work item of the tiled path, at least 1, for measuring. It moves time and scratch, and no bit of the
     /// result but for the gradients of keys and values that several query heads read: these are summed tile by tile.
     ///
     /// ```

@@ -59,6 +59,9 @@ impl<'a, T: Element> Rules<'a, T> {
     pub(crate) fn new(dims: Dims, options: &'a Options<'_, T>, held: Held<'a>) -> Result<Self> {
         let num_heads = dims.num_heads;
         let mask = BoundMask::new(options.chosen_mask(), dims.scores(), held)?;
+        if options.query_tile == Some(0) {
+            return Err(Error::value("query_tile", "at least 1", 0));
+        }
         Ok(Self {
             heads: match options.heads {
                 Some(map) => Cow::Borrowed(map),

@@ -233,6 +233,13 @@ fn levels_that_the_cpu_does_not_have() {
 }
 
 #[test]
+fn tiles_without_queries() {
+    let q = Array4::<f32>::zeros((1, 1, 1, 1));
+    let refused = attention::forward(&q, &q, &q, &Options::new().query_tile(0)).map(drop);
+    assert_eq!(refused.unwrap_err().to_string(), "query_tile: expected at least 1, got 0");
+}
+
+#[test]
 fn a_refused_call_writes_nothing() {
     let (q, k) = (Array4::<f64>::ones((1, 2, 3, 4)), Array4::ones((1, 2, 5, 4)));
     let mut workspace = Workspace::new();

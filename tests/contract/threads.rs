@@ -131,7 +131,7 @@ fn query_tiles_do_not_move_a_bit() {
     for &level in Level::available() {
         let way = Way { level: Some(level), ..Way::new(Precision::F32, Path::Tiled, Keep::Nothing) };
         let (want, want_layer) = (core.answer(way).unwrap(), layer.answer(way).unwrap());
-        for tile in [0, 1, 2, 5, 6, 7, 64, 128, 129, usize::MAX] {
+        for tile in [1, 2, 5, 6, 7, 64, 128, 129, usize::MAX] {
             let way = Way { query_tile: Some(tile), ..way };
             assert_same(&way.to_string(), &core.answer(way).unwrap(), &want);
             assert_same(&way.to_string(), &layer.answer(way).unwrap(), &want_layer);
