@@ -16,7 +16,6 @@
 use std::ops::Range;
 
 use super::bound::HeadMask;
-use super::dense::Dense;
 
 /// Axes of the pairs of a head.
 const QUERIES: usize = 2;
@@ -26,9 +25,9 @@ impl HeadMask<'_> {
     /// The number of pairs that the first `q_len` queries see, at most `u64::MAX`. Dense rules are over these queries and
     /// at least one key.
     pub(super) fn pairs(&self, q_len: usize) -> u64 {
-        let differ = |along: fn(&Dense) -> bool| self.mask.dense.iter().any(|rule| along(rule));
-        let [by_query, by_key] = [QUERIES, KEYS].map(|axis| self.mask.dense.iter().any(|d| d.differs_along(axis)));
-        if differ(|rule| rule.differs_along(QUERIES) && rule.differs_along(KEYS)) {
+        let rules = &self.mask.dense;
+        let [by_query, by_key] = [QUERIES, KEYS].map(|axis| rules.iter().any(|rule| rule.differs_along(axis)));
+        if rules.iter().any(|rule| rule.differs_along(QUERIES) && rule.differs_along(KEYS)) {
             sum((0..q_len).map(|i| sum(self.runs(i).map(|run| run.len() as u64))))
         } else if by_query {
             self.pairs_by_query(q_len, by_key)
