@@ -63,7 +63,8 @@ pub struct NewTokens<'a, T> {
 /// ```
 ///
 /// # Errors
-/// As [`super::forward`]; [`crate::Error::Overwritten`] if there are more queries than the windows of a ring last for.
+/// As [`super::forward`]; [`crate::Error::Overwritten`] if a query would see keys that a ring has overwritten: there are more
+/// of them than its windows last for, or the mask puts them further back.
 #[doc(alias = "flash_attn_with_kvcache")]
 pub fn decode<S: Storage>(
     q: &ArrayRef4<S::Element>,
@@ -108,7 +109,8 @@ pub fn decode_into<S: Storage>(
 /// Appends the keys and values of new tokens and attends with their queries: prefill, chunks of it, and steps.
 ///
 /// Of entries with fewer tokens than `q_len`, [`crate::Mask::query_lengths`] in the options says how many are valid: only
-/// those are appended, and the queries of the others see nothing. Chunks of any length fit a ring.
+/// those are appended, and the queries of the others see nothing. Chunks of any length fit a ring, under masks that leave each
+/// query where its token is: valid keys end with the new tokens.
 ///
 /// ```
 /// use multihead::{attention::{self, NewTokens}, ndarray::Array4, CacheShape, KvCache, Mask, Options};
@@ -125,7 +127,8 @@ pub fn decode_into<S: Storage>(
 /// ```
 ///
 /// # Errors
-/// As [`decode`] and [`KvCache::append`]. The cache is as it was then.
+/// As [`decode`] and [`KvCache::append`]; [`crate::Error::Value`] for a mask that moves the queries of a ring. The cache is as
+/// it was then.
 pub fn extend<S: Storage>(
     tokens: &NewTokens<'_, S::Element>,
     cache: &mut KvCache<S>,
@@ -238,8 +241,8 @@ pub(crate) fn check_reading<T: Element>(
 ) -> Result<Dims> {
     options.chosen_path()?;
     let dims = dims(num_heads, q_len, cache, options, cache.now())?;
-    Rules::new(dims, options, cache.now())?;
-    cache.check_reach(q_len, options.chosen_mask())?;
+    let rules = Rules::new(dims, options, cache.now())?;
+    cache.check_reach(&rules.mask)?;
     Ok(dims)
 }
 
@@ -267,7 +270,8 @@ pub(crate) fn plan<T: Element>(
     options.chosen_mask().check_queries(cache.shape().batch, q_len)?;
     cache.plan(q_len, options.chosen_mask())?;
     let dims = dims(num_heads, q_len, cache, options, cache.then())?;
-    Rules::new(dims, options, cache.then())?;
+    let rules = Rules::new(dims, options, cache.then())?;
+    cache.check_places(&rules.mask)?;
     Ok(dims)
 }
 

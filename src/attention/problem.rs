@@ -48,7 +48,7 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) softcap: Option<T>,
     pub(crate) dropout: Option<Dropout<T>>,
     pub(crate) level: Level,
-    mask: BoundMask<'a>,
+    pub(crate) mask: BoundMask<'a>,
     pub(crate) bias: Option<Bias<'a, T>>,
     pub(crate) relative_keys: Option<RelativeKeys<'a, T>>,
     sinks: Option<ArrayView1<'a, T>>,

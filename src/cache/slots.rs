@@ -8,7 +8,7 @@ use super::{CacheShape, KvCache, Storage};
 use crate::attention::{Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::{Finite, KEYS, Kernels, Next, Operand};
-use crate::mask::{Held, Mask};
+use crate::mask::{BoundMask, Held, Mask};
 use crate::position::FAR;
 
 /// A cache to read from and write to.
@@ -27,8 +27,12 @@ pub(crate) trait Slots<T: 'static>: Source<T> {
     /// How many tokens can be written before their queries have to be answered.
     fn step(&self) -> usize;
 
-    /// Checks that the last tokens, `q_len` rows of which the mask says how many are valid, can still see their windows.
-    fn check_reach(&self, q_len: usize, mask: &Mask) -> Result<()>;
+    /// Checks that no query sees a key that a ring has overwritten, wherever the mask puts the queries.
+    fn check_reach(&self, mask: &BoundMask<'_>) -> Result<()>;
+
+    /// Checks that the mask, bound to what there will be, puts the queries of new tokens of a ring where the tokens are:
+    /// what queries elsewhere see may be overwritten before they are answered.
+    fn check_places(&self, mask: &BoundMask<'_>) -> Result<()>;
 
     /// Checks the arrays of new tokens; returns how many there are.
     fn check_tokens(&self, kv: [&ArrayRef4<T>; 2]) -> Result<usize>;
@@ -70,13 +74,27 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
         self.window.map_or(usize::MAX, |window| (self.slots + 1).saturating_sub(window))
     }
 
-    fn check_reach(&self, q_len: usize, mask: &Mask) -> Result<()> {
+    fn check_reach(&self, mask: &BoundMask<'_>) -> Result<()> {
         let Some(window) = self.window else { return Ok(()) };
-        for (entry, (&length, &oldest)) in self.lengths.iter().zip(&self.oldest).enumerate() {
-            let queries = mask.valid_queries(entry, q_len);
-            let first = length.saturating_sub(queries);
-            if queries > 0 && oldest > (first + 1).saturating_sub(window) {
-                return Err(Error::Overwritten { entry, lowest: oldest + (window - 1), got: first });
+        for (entry, &oldest) in self.oldest.iter().enumerate() {
+            if mask.sees_before(entry, oldest) {
+                let got = usize::try_from(mask.bottom_right(entry)).unwrap_or(0);
+                return Err(Error::Overwritten { entry, lowest: oldest + (window - 1), got });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_places(&self, mask: &BoundMask<'_>) -> Result<()> {
+        if self.window.is_none() {
+            return Ok(());
+        }
+        for (entry, (&length, &planned)) in self.lengths.iter().zip(&self.planned).enumerate() {
+            let position = mask.bottom_right(entry);
+            if planned > length && i64::try_from(length) != Ok(position) {
+                let expected = "one that puts the queries of a ring where their tokens are";
+                let got = format!("the first query of entry {entry} at {position} and its token at {length}");
+                return Err(Error::value("mask", expected, got));
             }
         }
         Ok(())

@@ -90,6 +90,16 @@ impl<'a> BoundMask<'a> {
         i64::try_from(last).ok()
     }
 
+    /// Whether a query of the entry sees, by structure, one of the first `keys` keys.
+    pub(crate) fn sees_before(&self, entry: usize, keys: usize) -> bool {
+        self.head(entry, 0).interval.pairs(0..self.dims[2], 0..keys) > 0
+    }
+
+    /// Where the entry's first query stands if its last one stands at the last valid key, as the window of a ring has it.
+    pub(crate) fn bottom_right(&self, entry: usize) -> i64 {
+        self.head(entry, 0).interval.bottom_right()
+    }
+
     /// How many keys there is room for, if later calls will have more of them.
     pub(crate) fn room(&self) -> Option<usize> {
         self.held.room
@@ -142,8 +152,8 @@ impl<'a> BoundMask<'a> {
     }
 
     /// The number of visible pairs over all batch entries and heads, at most `u64::MAX`. Structure is counted by
-    /// formula, one for each sequence of segments; of dense rules, the bits that they hold are looked at. The lengths do not
-    /// matter: what the mask stores bounds the work.
+    /// formula, one for each sequence of segments; of dense rules, the bits that they hold are looked at, for each batch
+    /// entry and head that differ. Lengths along which no rule differs cost nothing.
     ///
     /// ```
     /// use multihead::Mask;

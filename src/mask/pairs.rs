@@ -1,6 +1,7 @@
 //! How many pairs a mask shows, in steps that the lengths of a call do not decide.
 //!
-//! Lengths cost nothing to name, so they may be as large as they like. What a mask stores bounds the work:
+//! Lengths cost nothing to name, so they may be as large as they like. What a mask stores bounds the work for a batch entry
+//! and head:
 //!
 //! ```text
 //! rules that are met            looked at                                     steps

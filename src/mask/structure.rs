@@ -218,6 +218,11 @@ impl Interval {
         self.origin + whole(i)
     }
 
+    /// The key position of query 0 if the last query is at the last key.
+    pub(super) fn bottom_right(&self) -> i64 {
+        self.end - self.queries
+    }
+
     /// The keys that query i sees.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
         let i = whole(i);

@@ -7,7 +7,8 @@ use multihead::attention::{self, NewTokens};
 #[cfg(feature = "half")]
 use multihead::half;
 use multihead::ndarray::{Array4, Axis, concatenate, s};
-use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Storage, Workspace};
+use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Path, Storage, Workspace};
+use std::ops::Range;
 
 /// A window of 100 lies in three pages, 192 slots: 93 tokens can be written at a time.
 const SHAPE: CacheShape = CacheShape { batch: 1, num_kv_heads: 2, capacity: 100, head_dim: 5, value_dim: 3 };
@@ -69,6 +70,61 @@ fn a_ring_wraps_anywhere_in_a_chunk() {
     wraps::<half::f16>(2e-5);
     #[cfg(feature = "half")]
     wraps::<half::bf16>(2e-5);
+}
+
+fn of_range(keys: Range<usize>) -> Mask {
+    Mask::key_ranges(&[keys; 1])
+}
+
+#[test]
+fn queries_that_a_mask_puts_elsewhere_do_not_see_overwritten_keys() {
+    let [q, k, v] = tokens(300);
+    let mut ring = KvCache::<f64>::ring(SHAPE).unwrap();
+    feed(&mut ring, &[q.clone(), k.clone(), v.clone()], 0, &[300]);
+    assert_eq!(ring.positions(), 108..300);
+    let q = q.slice(s![.., .., ..1, ..]);
+    let of_lengths = |lengths| Mask::key_lengths(&[lengths]);
+    // The last 100 of 150 keys begin at 50.
+    for (mask, position) in [(of_lengths(150), 149), (of_range(10..150), 149), (Mask::causal() & of_lengths(206), 205)]
+    {
+        for path in [Path::Auto, Path::Tiled, Path::Dense, Path::Reference] {
+            let refused = attention::decode(&q, &ring, &Options::new().mask(&mask).path(path)).unwrap_err();
+            assert_eq!(refused, Error::Overwritten { entry: 0, lowest: 207, got: position }, "{mask} {path:?}");
+        }
+    }
+    // What is still there is seen.
+    for (mask, keys) in [
+        (of_lengths(208), 108..208),
+        (of_lengths(250), 150..250),
+        (of_lengths(150) & Mask::window(20, 0), 129..150),
+        (of_range(110..150), 110..150),
+    ] {
+        let [k, v] = [&k, &v].map(|x| x.slice(s![.., .., keys.clone(), ..]));
+        let want = attention::forward(&q, &k, &v, &Options::new()).unwrap().context;
+        let got = attention::decode(&q, &ring, &Options::new().mask(&mask)).unwrap().context;
+        for (&got, &want) in got.iter().zip(&want) {
+            assert!(is_near(got, want, 1e-12), "{mask}: {got}, not {want}");
+        }
+    }
+}
+
+#[test]
+fn a_ring_takes_only_tokens_whose_queries_stand_where_they_are() {
+    let [q, k, v] = tokens(300);
+    let tokens = NewTokens { q: &q, k: &k, v: &v };
+    let mut ring = KvCache::<f64>::ring(SHAPE).unwrap();
+    for (mask, position) in [(Mask::causal() & Mask::key_lengths(&[200]), -100), (of_range(5..299), -1)] {
+        let refused = attention::extend(&tokens, &mut ring, &Options::new().mask(&mask)).unwrap_err().to_string();
+        let expected = "mask: expected one that puts the queries of a ring where their tokens are";
+        assert_eq!(refused, format!("{expected}, got the first query of entry 0 at {position} and its token at 0"));
+        assert_eq!((ring.lengths(), ring.positions()), (&[0][..], 0..0));
+    }
+    // Padding before the first token moves no query.
+    let padding = Mask::causal() & of_range(5..300);
+    let got = attention::extend(&tokens, &mut ring, &Options::new().mask(&padding)).unwrap().context;
+    let mask = padding & Mask::last_n(100);
+    let want = attention::forward(&q, &k, &v, &Options::new().mask(&mask)).unwrap().context;
+    assert!(got.iter().zip(&want).all(|(&got, &want)| is_near(got, want, 1e-12)));
 }
 
 #[test]
