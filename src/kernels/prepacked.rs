@@ -9,12 +9,12 @@
 //! first unless there are few. Every element has the bits that a `w` stored row by row gives: the sums run in the same order.
 //!
 //! One layer of d_model 1024, time with this against the time without (Zen 3, medians of interleaved rounds, one and two
-//! threads):
+//! threads; up to 16 tokens 0.7 to 0.8 where the system has no huge pages, see `slab.rs`):
 //!
 //! | tokens | 1 | 4 | 16 | 64 | 512 (d_model 512) |
 //! | --- | --- | --- | --- | --- | --- |
-//! | one thread | 0.82 | 0.67 | 0.73 | 0.90 | 0.98 |
-//! | two threads | 0.81 | 0.73 | 0.72 | 0.93 | 0.95 |
+//! | one thread | 0.57 | 0.46 | 0.60 | 0.85 | 0.98 |
+//! | two threads | 0.63 | 0.49 | 0.78 | 1.00 | 0.95 |
 
 use super::gemm::{DEPTH, Panels, chunks, is_unit};
 use super::real::Real;
