@@ -39,12 +39,13 @@ unsafe impl Sync for Slab {}
 
 impl Slab {
     fn new(bytes: usize) -> Option<Self> {
-        let align = if bytes < HUGE { LINE } else { HUGE };
-        let layout = Layout::from_size_align(bytes.max(1), align).ok()?;
+        // Elsewhere the alignment would cost memory and gain nothing.
+        let huge = cfg!(target_os = "linux") && bytes >= HUGE;
+        let layout = Layout::from_size_align(bytes.max(1), if huge { HUGE } else { LINE }).ok()?;
         // SAFETY: the size is above 0.
         let start = NonNull::new(unsafe { alloc(layout) })?;
         #[cfg(target_os = "linux")]
-        if bytes >= HUGE {
+        if huge {
             // SAFETY: the range was allocated just now. The advice changes how it is mapped, not what it holds.
             unsafe { libc::madvise(start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
         }
