@@ -280,13 +280,18 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         state: &mut State<'_, T>,
         room: &mut TileRoom<'_, T>,
     ) -> bool {
-        let rules = self.call.rules;
-        let groups = self.rows.div_ceil(MAX_ROWS);
-        let bias = self.lines.map(|lines| lines.from(0, range.start));
+        let (first, groups) = (range.start, self.rows.div_ceil(MAX_ROWS));
         let from = self.unpack(range, next.clone(), groups, [&mut *room.keys, &mut *room.values]);
         let tile = self.key_tile(from, 0..KEYS / PANEL, 0, groups);
-        let mut all = self.group(0..self.rows, queries, state, room.scores);
-        self.kernels.attend_rows(&mut all, &tile, rules.softcap, bias, split_scale(rules.scale).1)
+        self.meet_at_once(&tile, first, self.group(0..self.rows, queries, state, room.scores), 0)
+    }
+
+    /// [`Kernels::attend_rows`] with the rules of the walk: `rows` from `row` on meet the tile whose first key is `first`.
+    #[inline(always)]
+    fn meet_at_once(&self, tile: &KeyTile<'_, T>, first: usize, mut rows: Group<'_, T>, row: usize) -> bool {
+        let Rules { softcap, scale, .. } = self.call.rules;
+        let bias = self.lines.map(|lines| lines.from(row, first));
+        self.kernels.attend_rows(&mut rows, tile, *softcap, bias, split_scale(*scale).1)
     }
 
     /// Meets the keys of one tile.
@@ -300,7 +305,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         room: &mut TileRoom<'_, T>,
     ) {
         let rules = self.call.rules;
-        let factor = split_scale(rules.scale).1;
         let at_once = self.at_once();
         let some = seeing.some.clone();
         let groups = some.len().div_ceil(MAX_ROWS);
@@ -323,9 +327,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let panels = sight.as_ref().map_or(0..KEYS / PANEL, |sight| sight.panels.clone());
             let tile = self.key_tile(from, panels, (rows.start - some.start) / MAX_ROWS, groups);
             if at_once && all {
-                let mut all = self.group(rows.start..run, queries, state, room.scores);
-                let bias = self.lines.map(|lines| lines.from(rows.start, range.start));
-                if self.kernels.attend_rows(&mut all, &tile, rules.softcap, bias, factor) {
+                let all = self.group(rows.start..run, queries, state, room.scores);
+                if self.meet_at_once(&tile, range.start, all, rows.start) {
                     row = run;
                     continue;
                 }
@@ -339,7 +342,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 visible: sight.as_ref().and_then(|sight| sight.bits.as_ref()).map(|bits| &bits[..]),
                 bias: self.bias_rows(rows.clone(), range.clone(), room.bias),
                 softcap: rules.softcap,
-                factor,
+                factor: split_scale(rules.scale).1,
                 dropout: rules.dropout.as_ref().map(|dropout| Dropped {
                     keys: &room.row_keys[rows],
                     first: range.start,

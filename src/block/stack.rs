@@ -434,7 +434,7 @@ impl<T: Element> Stack<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`Stack::decode`], and [`Error::Shape`] for an output of other lengths. Nothing is written then.
+    /// As [`Stack::decode`], and [`Error::Shape`] for an output of other lengths. The output is as it was then.
     pub fn decode_into<D: Sequence>(
         &self,
         x: &ArrayRef<T, D>,

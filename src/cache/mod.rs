@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::KEYS;
-use crate::mask::Mask;
+use crate::mask::{Mask, check_lengths};
 use page::{Page, PageShape};
 pub(crate) use slots::Slots;
 
@@ -95,8 +95,6 @@ pub struct KvCache<S: Storage> {
     window: Option<usize>,
     /// Pages of a batch entry.
     tiles: usize,
-    /// Slots of a batch entry, `tiles * 64`.
-    slots: usize,
     /// `[batch][tiles]`
     pages: Vec<Arc<Page<S>>>,
     lengths: Vec<usize>,
@@ -138,8 +136,7 @@ impl<S: Storage> KvCache<S> {
             got: vec![batch, num_kv_heads, shape.capacity, head_dim, value_dim],
         };
         // Without batch entries no memory bounds the slots.
-        let slots = slots.checked_next_multiple_of(KEYS).ok_or_else(too_large)?;
-        let tiles = slots / KEYS;
+        let tiles = slots.checked_next_multiple_of(KEYS).ok_or_else(too_large)? / KEYS;
         let list = |n: usize| {
             let mut list = Vec::new();
             list.try_reserve_exact(n).map_err(|_| too_large())?;
@@ -150,7 +147,7 @@ impl<S: Storage> KvCache<S> {
         let count = batch.checked_mul(tiles).ok_or_else(too_large)?;
         let page_shape = PageShape { num_kv_heads, head_dim, value_dim };
         let pages = Page::several(page_shape, count).ok_or_else(too_large)?;
-        Ok(Self { shape, window, tiles, slots, pages, lengths, planned, oldest })
+        Ok(Self { shape, window, tiles, pages, lengths, planned, oldest })
     }
 
     /// The lengths that it was made with.
@@ -260,15 +257,7 @@ impl<S: Storage> KvCache<S> {
         v: &ArrayRef4<S::Element>,
         lengths: &[usize],
     ) -> Result<()> {
-        check_shape("lengths", "[batch]", [Some(self.shape.batch)], &[lengths.len()])?;
-        let tokens = k.dim().2;
-        if let Some(length) = lengths.iter().find(|&&length| length > tokens) {
-            return Err(Error::value(
-                "lengths",
-                "no length above the number of tokens",
-                format!("{length} of {tokens}"),
-            ));
-        }
+        check_lengths("lengths", lengths, self.shape.batch, (k.dim().2, "the number of tokens"))?;
         self.append_valid([k, v], &Mask::query_lengths(lengths))
     }
 
@@ -382,7 +371,7 @@ impl<S: Storage> KvCache<S> {
         // A cache without a page costs its lists and nothing else.
         let mut fork = Self::with_slots(self.shape, 0, self.window)?;
         let failed = || self.no_memory();
-        (fork.tiles, fork.slots) = (self.tiles, self.slots);
+        fork.tiles = self.tiles;
         fork.pages.try_reserve_exact(self.pages.len()).map_err(|_| failed())?;
         let filled = self.lengths.iter().map(|length| length.div_ceil(KEYS).min(self.tiles));
         let empty = self.pages.len() - filled.clone().sum::<usize>();
@@ -409,6 +398,11 @@ impl<S: Storage> KvCache<S> {
             axes: "[num_kv_heads, tokens, head_dim, value_dim]",
             got: vec![num_kv_heads, KEYS, head_dim, value_dim],
         }
+    }
+
+    /// Slots of a batch entry, which `usize` can count: see `with_slots`.
+    fn slots(&self) -> usize {
+        self.tiles * KEYS
     }
 
     /// The page that holds a position, if there is one.

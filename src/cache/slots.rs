@@ -63,7 +63,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn now(&self) -> Held<'_> {
-        Held { lengths: Some(&self.lengths), last: self.window, room: Some(self.slots) }
+        Held { lengths: Some(&self.lengths), last: self.window, room: Some(self.slots()) }
     }
 
     fn then(&self) -> Held<'_> {
@@ -71,7 +71,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn step(&self) -> usize {
-        self.window.map_or(usize::MAX, |window| (self.slots + 1).saturating_sub(window))
+        self.window.map_or(usize::MAX, |window| (self.slots() + 1).saturating_sub(window))
     }
 
     fn check_reach(&self, mask: &BoundMask<'_>) -> Result<()> {
@@ -146,7 +146,7 @@ impl<S: Storage> Slots<S::Element> for KvCache<S> {
     }
 
     fn write(&mut self, [k, v]: [&ArrayRef4<S::Element>; 2], rows: Range<usize>) {
-        let slots = self.slots;
+        let slots = self.slots();
         for entry in 0..self.shape.batch {
             let first = self.lengths[entry];
             let count = rows.len().min(self.planned[entry] - first);

@@ -89,7 +89,7 @@ const FEW_ROWS_COLUMNS: usize = 2048;
 /// parts of the rows of `w` are read faster. (4 to 8 % less time for 4 to 64 tokens, d_model 1024, two threads of a Zen 3.)
 const SOME_ROWS: usize = 64;
 
-/// The same where `w` is packed already, and narrow blocks cost nothing: a thread that wakes late leaves more of them to the
+/// Columns of a block of up to [`SOME_ROWS`] where `w` is packed already and narrow blocks cost nothing: a thread that wakes late leaves more of them to the
 /// others. (7 to 12 % less time for 16 tokens, 1 to 5 % for 4 and 64, d_model 512, than with half of the columns for each of
 /// two threads of a Zen 3; 4 % for 16 tokens and d_model 2048.)
 const PREPACKED_COLUMNS: usize = 128;

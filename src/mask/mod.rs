@@ -9,6 +9,7 @@ mod structure;
 pub use bound::{BoundMask, Visibility};
 pub(crate) use bound::{HeadMask, Held};
 pub(crate) use dense::rank_2_or_4;
+pub(crate) use structure::check_lengths;
 
 use dense::Dense;
 use ndarray::{ArrayRef, ArrayRef2, Dimension};

@@ -135,16 +135,26 @@ impl QueryLengths {
     }
 
     pub(super) fn check(&self, batch: usize, q_len: usize) -> Result<()> {
-        check_shape("query_lengths", "[batch]", [Some(batch)], &[self.0.len()])?;
-        match self.0.iter().find(|&&length| length > q_len) {
-            None => Ok(()),
-            Some(length) => Err(Error::value("query_lengths", "no length above q_len", format!("{length} of {q_len}"))),
-        }
+        check_lengths("query_lengths", &self.0, batch, (q_len, "q_len"))
     }
 
     /// How many queries of the entry are valid.
     pub(super) fn of(&self, entry: usize) -> Option<usize> {
         self.0.get(entry).copied()
+    }
+}
+
+/// Checks that there is a length for each batch entry, and none above `most`, which users know as `name`.
+pub(crate) fn check_lengths(
+    argument: &'static str,
+    lengths: &[usize],
+    batch: usize,
+    (most, name): (usize, &str),
+) -> Result<()> {
+    check_shape(argument, "[batch]", [Some(batch)], &[lengths.len()])?;
+    match lengths.iter().find(|&&length| length > most) {
+        None => Ok(()),
+        Some(length) => Err(Error::value(argument, format!("no length above {name}"), format!("{length} of {most}"))),
     }
 }
 

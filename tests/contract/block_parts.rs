@@ -117,7 +117,7 @@ fn a_memory_that_does_not_fit_is_refused_before_it_is_cached() {
     assert_eq!(refused(&Call::new(), &mut cache), "memory: expected what cross-attention reads, got none");
     let wide = numbers(8, (2, 4, MEMORY_WIDTH + 1));
     assert!(refused(&Call::new().memory(&wide), &mut cache).starts_with("key: expected [batch, kv_len, k_dim]"));
-    // Numbers to add that cannot be added came through to ndarray, which panics.
+    // ndarray panics if it is asked to add them.
     for shape in [(2, 3, MEMORY_WIDTH), (1, 4, MEMORY_WIDTH), (2, 4, MEMORY_WIDTH + 1)] {
         let places = numbers(9, shape);
         let call = Call::new().memory(&memory).memory_position_embeddings(&places);

@@ -73,6 +73,17 @@ fn changed_weights_are_used() {
     assert!(!mha.is_prepacked());
     assert_eq!(attend(&mha, 5, Level::best()), want);
 
+    // A clone shares the copy, and other weights of either are its own.
+    let kept = prepacked(&one);
+    let mut changed = kept.clone();
+    changed.set_weights(two.weights().clone()).unwrap();
+    assert!(kept.is_prepacked() && !changed.is_prepacked());
+    assert_eq!(attend(&changed, 5, Level::best()), want);
+    assert_eq!(attend(&kept, 5, Level::best()), attend(&one, 5, Level::best()));
+    drop(kept.clone());
+    drop(changed);
+    assert_eq!(attend(&kept, 5, Level::best()), attend(&one, 5, Level::best()));
+
     // Weights that do not fit change nothing.
     let mut mha = prepacked(&one);
     mha.set_weights(Weights { w_q: Array2::zeros((3, 3)), ..two.weights().clone() }).unwrap_err();
