@@ -61,16 +61,12 @@ fn item<'p, T: Element>(
     scratch: &mut Scratch<T>,
 ) {
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
-    let walk = Walk::new(call, kernels, at);
+    let walk = Walk::new(call, kernels, at).with_output(block.upcoming());
     let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
     let [queries, context, maxima, sums, keys, values, scores, bias, relative, ..] = buffers;
     let rest = TileRoom { keys, values, scores, bias, relative, row_keys };
     let mut state = State { context, maxima, sums };
     state.clear();
     walk.run(walk.tiles(), after, &mut state, Room { queries, rest });
-    for row in 0..walk.rows() {
-        let ((head, i), total) = (walk.row(row), walk.finish(row, &mut state));
-        let lse = if block.wants_lse() { total.lse() } else { T::zero() };
-        block.write(head, i, walk.context(row, &state), total.divisor(), lse);
-    }
+    walk.write(&mut state, &mut block);
 }

@@ -127,11 +127,7 @@ pub(super) fn forward<'p, T: Element>(
                     walk.add(&mut state, numbers);
                 }
             }
-            for row in 0..walk.rows() {
-                let ((head, i), total) = (walk.row(row), walk.finish(row, &mut state));
-                let lse = if block.wants_lse() { total.lse() } else { T::zero() };
-                block.write(head, i, walk.context(row, &state), total.divisor(), lse);
-            }
+            walk.write(&mut state, &mut block);
         }
     });
     Ok(())

@@ -25,7 +25,8 @@ use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, rows_of_tile,
+    Block, Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, Upcoming,
+    rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -135,6 +136,13 @@ pub(super) struct TileRoom<'s, T> {
     pub(super) row_keys: &'s mut Vec<RowKey>,
 }
 
+/// One tile of keys, and what memory is asked for while the rows meet them.
+struct Step {
+    keys: Range<usize>,
+    next: Option<Coming>,
+    output: Option<Upcoming>,
+}
+
 /// The walk of one item.
 pub(super) struct Walk<'p, 'a, T: 'static> {
     call: &'p Call<'p, 'a, T>,
@@ -151,6 +159,8 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
     pub(super) mask: HeadMask<'p>,
     /// The biases of the rows, if they all belong to one head and lie in memory like that.
     lines: Option<Lines<'a, T>>,
+    /// Where the rows are written in the end.
+    output: Option<Upcoming>,
 }
 
 impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
@@ -173,7 +183,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     ) -> Self {
         let (rows, mask) = (at.positions.len() * group, call.rules.mask(at.entry));
         let width = ItemSize::new(rows, call.dims, call.rules).width();
-        Self { call, kernels, at, only, group, rows, width, mask, lines: None }.with_lines()
+        Self { call, kernels, at, only, group, rows, width, mask, lines: None, output: None }.with_lines()
     }
 
     fn with_lines(self) -> Self {
@@ -182,6 +192,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         };
         let (head, i) = self.row(0);
         Self { lines: bias.lines(self.score_row(head, i)), ..self }
+    }
+
+    /// Asks memory for the rows' place in the output while they meet their last keys.
+    pub(super) fn with_output(self, output: Option<Upcoming>) -> Self {
+        Self { output, ..self }
     }
 
     pub(super) fn entry(&self) -> usize {
@@ -251,15 +266,17 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let simple = self.at_once() && !self.mask.is_dense();
         for tile in tiles.clone() {
             let Rows { entry, kv_head, .. } = self.at;
-            let next = match tile + 1 < tiles.end {
-                true => Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }),
-                false => after.take(),
+            let last = tile + 1 == tiles.end;
+            let step = Step {
+                keys: keys_of(tile),
+                next: if last { after.take() } else { Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }) },
+                output: self.output.filter(|_| last),
             };
-            if simple && whole.contains(&tile) && self.whole_tile(keys_of(tile), &next, queries, state, &mut rest) {
+            if simple && whole.contains(&tile) && self.whole_tile(&step, queries, state, &mut rest) {
                 continue;
             }
-            let seeing = self.seeing(keys_of(tile), whole.contains(&tile));
-            self.tile(keys_of(tile), next, seeing, queries, state, &mut rest);
+            let seeing = self.seeing(step.keys.clone(), whole.contains(&tile));
+            self.tile(step, seeing, queries, state, &mut rest);
         }
     }
 
@@ -272,18 +289,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     /// Meets the keys of one tile that all rows see, as most tiles are: what [`Walk::tile`] does then, without a question of
     /// who sees what, which is a sixth of the time of a token's tile. Does nothing and returns false where
     /// [`Kernels::attend_rows`] does.
-    fn whole_tile(
-        &self,
-        range: Range<usize>,
-        next: &Option<Coming>,
-        queries: &[T],
-        state: &mut State<'_, T>,
-        room: &mut TileRoom<'_, T>,
-    ) -> bool {
-        let (first, groups) = (range.start, self.rows.div_ceil(MAX_ROWS));
-        let from = self.unpack(range, next.clone(), groups, [&mut *room.keys, &mut *room.values]);
-        let tile = self.key_tile(from, 0..KEYS / PANEL, 0, groups);
-        self.meet_at_once(&tile, first, self.group(0..self.rows, queries, state, room.scores), 0)
+    fn whole_tile(&self, step: &Step, queries: &[T], state: &mut State<'_, T>, room: &mut TileRoom<'_, T>) -> bool {
+        let groups = self.rows.div_ceil(MAX_ROWS);
+        let from = self.unpack(step, groups, [&mut *room.keys, &mut *room.values]);
+        let tile = self.key_tile(from, step.output, 0..KEYS / PANEL, 0, groups);
+        self.meet_at_once(&tile, step.keys.start, self.group(0..self.rows, queries, state, room.scores), 0)
     }
 
     /// [`Kernels::attend_rows`] with the rules of the walk: `rows` from `row` on meet the tile whose first key is `first`.
@@ -297,14 +307,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     /// Meets the keys of one tile.
     fn tile(
         &self,
-        range: Range<usize>,
-        mut next: Option<Coming>,
+        step: Step,
         mut seeing: Seeing,
         queries: &[T],
         state: &mut State<'_, T>,
         room: &mut TileRoom<'_, T>,
     ) {
-        let rules = self.call.rules;
+        let (rules, range) = (self.call.rules, step.keys.clone());
         let at_once = self.at_once();
         let some = seeing.some.clone();
         let groups = some.len().div_ceil(MAX_ROWS);
@@ -321,11 +330,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             }
             // Packed for the first that see any of it.
             if let Some(room) = unpacked.take() {
-                packed = Some(self.unpack(range.clone(), next.take(), groups, room));
+                packed = Some(self.unpack(&step, groups, room));
             }
             let Some(from) = packed else { continue };
             let panels = sight.as_ref().map_or(0..KEYS / PANEL, |sight| sight.panels.clone());
-            let tile = self.key_tile(from, panels, (rows.start - some.start) / MAX_ROWS, groups);
+            let tile = self.key_tile(from, step.output, panels, (rows.start - some.start) / MAX_ROWS, groups);
             if at_once && all {
                 let all = self.group(rows.start..run, queries, state, room.scores);
                 if self.meet_at_once(&tile, range.start, all, rows.start) {
@@ -354,22 +363,23 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// Keys and values of a tile, which `groups` groups of rows will read.
-    fn unpack<'s>(
-        &'s self,
-        keys: Range<usize>,
-        next: Option<Coming>,
-        groups: usize,
-        room: [&'s mut [T]; 2],
-    ) -> Packed<'s, T> {
+    fn unpack<'s>(&'s self, step: &Step, groups: usize, room: [&'s mut [T]; 2]) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
-        let wanted = Wanted { entry, kv_head, keys, next, groups };
+        let wanted = Wanted { entry, kv_head, keys: step.keys.clone(), next: step.next.clone(), groups };
         self.call.source.tile(self.kernels, wanted, room)
     }
 
     /// A tile as group `group` of `groups` meets it.
-    fn key_tile<'s>(&self, from: Packed<'s, T>, panels: Range<usize>, group: usize, groups: usize) -> KeyTile<'s, T> {
+    fn key_tile<'s>(
+        &self,
+        from: Packed<'s, T>,
+        output: Option<Upcoming>,
+        panels: Range<usize>,
+        group: usize,
+        groups: usize,
+    ) -> KeyTile<'s, T> {
         let Packed { keys, values, finite, next } = from;
-        KeyTile { keys, values, width: self.width, finite, panels, next, group, groups }
+        KeyTile { keys, values, width: self.width, finite, panels, next, output, group, groups }
     }
 
     /// Some rows and what is known about them.
@@ -512,13 +522,27 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         if softcap.is_some() || bias.is_some() { T::one() } else { split_scale(*scale).1 }
     }
 
-    /// What a row that has met all its keys is to be divided by, the sink's share included.
-    pub(super) fn finish(&self, row: usize, state: &mut State<'_, T>) -> Total<T> {
-        let width = self.width;
-        let context = &mut state.context[row * width..][..self.call.dims.value_dim];
-        let maximum = state.maxima[row];
+    /// Writes the rows, which have met all their keys, to the block of an output that is theirs.
+    pub(super) fn write(&self, state: &mut State<'_, T>, block: &mut Block<'_, T>) {
+        let wants_lse = block.wants_lse();
         let unit = self.unit();
-        let sink = self.call.rules.sink(self.row(row).0);
+        for index in 0..self.group {
+            let Some(head) = (index < self.rows).then(|| self.row(index).0) else { continue };
+            let sink = self.call.rules.sink(head);
+            let Some(mut rows) = block.head(head) else { continue };
+            for (row, position) in (index..self.rows).step_by(self.group).zip(self.at.positions.clone()) {
+                let total = self.total(row, sink, unit, state);
+                let lse = if wants_lse { total.lse() } else { T::zero() };
+                let context = &state.context[row * self.width..][..self.call.dims.value_dim];
+                rows.write(position, context, total.divisor(), lse);
+            }
+        }
+    }
+
+    /// What a row that has met all its keys is to be divided by, the sink's share included.
+    #[inline(always)]
+    fn total(&self, row: usize, sink: Option<T>, unit: T, state: &mut State<'_, T>) -> Total<T> {
+        let maximum = state.maxima[row];
         if maximum == T::neg_infinity() {
             // The row has seen no key; its context is still zero.
             return Total::Sink(sink.unwrap_or(maximum));
@@ -530,6 +554,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             reference = maximum.max(sink);
             let shrink = (maximum - reference).exp();
             total = total * shrink + (sink - reference).exp();
+            let context = &mut state.context[row * self.width..][..self.call.dims.value_dim];
             context.iter_mut().for_each(|c| *c *= shrink);
         }
         Total::Keys { reference, total }
@@ -557,11 +582,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             weigh(&mut state.context[row * width..][..width], &context[row * width..][..width]);
             weigh(&mut state.sums[row * PANEL..][..PANEL], &sums[row * PANEL..][..PANEL]);
         }
-    }
-
-    /// The context of a row, not yet divided.
-    pub(super) fn context<'s>(&self, row: usize, state: &'s State<'_, T>) -> &'s [T] {
-        &state.context[row * self.width..][..self.call.dims.value_dim]
     }
 }
 

@@ -1,5 +1,6 @@
 //! Vectors of 64 bytes: AVX-512 F and DQ.
 
+use super::exp::Powers;
 use super::real::Real;
 use super::simd::{Block, Simd, memory_ops, transpose, vector_ops};
 use std::arch::x86_64::*;
@@ -59,6 +60,22 @@ impl Simd for Avx512<f32> {
         unsafe { transpose::<Self, 16, 16>(self, block) }
     }
 
+    const EXP2: &'static [f32] = f32::EXP2_FROM_ZERO;
+
+    #[inline(always)]
+    fn split_exponent(self, powers: &Powers<Self::V>, x: Self::V) -> (Self::V, Self::V) {
+        let exponent = self.mul(x, powers.rate);
+        // SAFETY: `self` exists, so the CPU has the instructions.
+        (exponent, unsafe { _mm512_reduce_ps::<ROUND_DOWN>(exponent) })
+    }
+
+    #[inline(always)]
+    fn times_power(self, p: Self::V, exponent: Self::V) -> Self::V {
+        let lowest = self.splat(f32::MIN_EXPONENT - 1.0);
+        // SAFETY: `self` exists, so the CPU has the instructions.
+        unsafe { _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(exponent, lowest), p, exponent) }
+    }
+
     #[inline(always)]
     fn mask_from_bits(self, bits: u64) -> __mmask16 {
         bits as __mmask16
@@ -111,6 +128,22 @@ impl Simd for Avx512<f64> {
         unsafe { transpose::<Self, 8, 8>(self, block) }
     }
 
+    const EXP2: &'static [f64] = f64::EXP2_FROM_ZERO;
+
+    #[inline(always)]
+    fn split_exponent(self, powers: &Powers<Self::V>, x: Self::V) -> (Self::V, Self::V) {
+        let exponent = self.mul(x, powers.rate);
+        // SAFETY: `self` exists, so the CPU has the instructions.
+        (exponent, unsafe { _mm512_reduce_pd::<ROUND_DOWN>(exponent) })
+    }
+
+    #[inline(always)]
+    fn times_power(self, p: Self::V, exponent: Self::V) -> Self::V {
+        let lowest = self.splat(f64::MIN_EXPONENT - 1.0);
+        // SAFETY: `self` exists, so the CPU has the instructions.
+        unsafe { _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask::<_CMP_NLT_UQ>(exponent, lowest), p, exponent) }
+    }
+
     #[inline(always)]
     fn mask_from_bits(self, bits: u64) -> __mmask8 {
         bits as __mmask8
@@ -121,6 +154,9 @@ impl Simd for Avx512<f64> {
         u64::from(mask)
     }
 }
+
+/// The operand of `vreduce` for what is left of a number above the integer below it.
+const ROUND_DOWN: i32 = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
 
 /// `n <= 16` ones in the low bits.
 #[inline(always)]

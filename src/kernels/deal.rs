@@ -8,6 +8,7 @@
 
 use super::real::Real;
 use super::table::Kernels;
+use super::upcoming::Upcoming;
 use crate::heads::HeadMap;
 use ndarray::{ArrayViewMut4, Axis};
 use std::marker::PhantomData;
@@ -104,24 +105,57 @@ impl<T: Real> Block<'_, T> {
         self.positions.clone()
     }
 
-    /// Whether [`Block::write`] does anything with the lse.
+    /// The rows of the first head, which are all unless it shares the KV head with others.
+    pub(crate) fn upcoming(&self) -> Option<Upcoming> {
+        let deal = self.deal;
+        let head = deal.heads.query_heads(self.kv_head).next()?;
+        let rows = &deal.context;
+        let [entry, head, first] = [self.entry, head, self.positions.start].map(|at| at as isize);
+        let offset = entry * rows.strides[0] + head * rows.strides[1] + first * rows.strides[2];
+        Some(Upcoming::at(
+            rows.start.wrapping_offset(offset),
+            [self.positions.len(), rows.shape[3]],
+            [rows.strides[2], rows.strides[3]],
+        ))
+    }
+
+    /// Whether [`HeadRows::write`] does anything with the lse.
     pub(crate) fn wants_lse(&self) -> bool {
         self.deal.lse.is_some()
     }
 
+    /// The rows of one of the query heads; `None` if it belongs to other items.
+    pub(crate) fn head(&mut self, head: usize) -> Option<HeadRows<'_, T>> {
+        let heads = self.deal.heads;
+        let own = head < heads.num_heads() && heads.kv_head(head) == Some(self.kv_head);
+        debug_assert!(own, "head {head} belongs to another item");
+        own.then(|| HeadRows { deal: self.deal, entry: self.entry, head, positions: self.positions.clone() })
+    }
+}
+
+/// The rows of one query head of an item.
+#[derive(Debug)]
+pub(crate) struct HeadRows<'b, T: 'static> {
+    deal: &'b Deal<'b, T>,
+    entry: usize,
+    head: usize,
+    positions: Range<usize>,
+}
+
+impl<T: Real> HeadRows<'_, T> {
     /// Writes `sum / divisor` `[value_dim]` and the lse of one query. A row that is not the item's own is left alone.
-    pub(crate) fn write(&mut self, head: usize, position: usize, sum: &[T], divisor: T, lse: T) {
+    #[inline]
+    pub(crate) fn write(&mut self, position: usize, sum: &[T], divisor: T, lse: T) {
         let deal = self.deal;
-        let own = head < deal.heads.num_heads()
-            && deal.heads.kv_head(head) == Some(self.kv_head)
-            && self.positions.contains(&position);
-        debug_assert!(own, "head {head}, position {position} belongs to another item");
+        let own = self.positions.contains(&position);
+        debug_assert!(own, "position {position} belongs to another item");
         if own {
-            // SAFETY: the row belongs to this item (checked above), every item exists once (`Deal::next` hands each
-            // index out once) and each (entry, head, position) belongs to one item, so no other thread touches the
-            // row; entry, head and position lie within the shape that `Deal::new` compared.
+            // SAFETY: the row belongs to this item (checked above, and by `Block::head`, which borrows the block while these
+            // rows exist), every item exists once (`Deal::next` hands each index out once) and each (entry, head, position)
+            // belongs to one item, so no other thread touches the row; entry, head and position lie within the shape that
+            // `Deal::new` compared.
             unsafe {
-                let at = [self.entry, head, position];
+                let at = [self.entry, self.head, position];
                 deal.context.write(at, sum, |sum, to| deal.kernels.divide(sum, to, divisor));
                 if let Some(rows) = &deal.lse {
                     rows.write(at, &[lse], |lse, to| to.copy_from_slice(lse));
@@ -158,6 +192,7 @@ impl<'a, T: Real> Rows<'a, T> {
     ///
     /// # Safety
     /// `at` lies within the first three axes, and nobody else reads or writes that row meanwhile.
+    #[inline(always)]
     unsafe fn write(&self, at: [usize; 3], row: &[T], fill: impl Fn(&[T], &mut [T])) {
         let offset: isize = at.iter().zip(self.strides).map(|(&index, stride)| index as isize * stride).sum();
         // SAFETY: within the array by this function's contract; a view's offsets do not overflow isize.
@@ -202,10 +237,12 @@ mod tests {
                     while let Some(mut block) = deal.next() {
                         let entry = block.entry();
                         for head in heads.query_heads(block.kv_head()) {
-                            for i in block.positions() {
+                            let positions = block.positions();
+                            let mut rows = block.head(head).unwrap();
+                            for i in positions {
                                 let value = (100 * entry + 10 * head + i) as f64;
                                 let sum: Vec<f64> = (0..WIDTH).map(|j| 2.0 * (value + 0.005 * j as f64)).collect();
-                                block.write(head, i, &sum, 2.0, value);
+                                rows.write(i, &sum, 2.0, value);
                             }
                         }
                     }

@@ -8,16 +8,18 @@ use std::fmt::Debug;
 pub(crate) trait Real: Float + Default + Debug + Send + Sync + 'static {
     /// log2(e), which turns an exponent of e into one of 2.
     const LOG2_E: Self;
-    /// Coefficients `c` of `2^(1 + x) ≈ 2 + x (c[0] + x (c[1] + ...))` for |x| <= 1/2: see `exp.rs`.
+    /// Coefficients `c` of `2^(1 + x) ≈ c[0] + x (c[1] + x (c[2] + ...))` for |x| <= 1/2: see `exp.rs`.
     const EXP2: &'static [Self];
+    /// The same of `2^x` for 0 <= x < 1.
+    const EXP2_FROM_ZERO: &'static [Self];
     /// Coefficients `c` of `tanh(x) ≈ x + x z (c[0] + z (c[1] + ...))`, `z = x²`, for |x| < 0.625: see `exp.rs`.
     const TANH: &'static [Self];
     /// Coefficients of the tail of the normal distribution: see `normal.rs`.
     const NORMAL_TAIL: &'static [Self];
     /// Where `tanh` changes from the polynomial to the exponential.
     const TANH_NEAR: Self;
-    /// How far a score may exceed the reference of its row: see `softmax.rs`.
-    const SLACK: Self;
+    /// What the powers of a few scores may sum up to before the reference of their row moves: see `softmax.rs`.
+    const MOST_POWER: Self;
     /// The smallest integer whose power of two is not flushed to zero.
     const MIN_EXPONENT: Self;
     /// The smallest integer whose power of two is infinite.
@@ -45,14 +47,15 @@ pub(crate) trait Real: Float + Default + Debug + Send + Sync + 'static {
 }
 
 macro_rules! real {
-    ($t:ident, $bits:ident, $kernels:path, EXP2 = $exp2:expr, TANH = $tanh:expr, NORMAL_TAIL = $tail:expr) => {
+    ($t:ident, $bits:ident, $kernels:path, EXP2 = [$exp2:expr, $from_zero:expr], TANH = $tanh:expr, NORMAL_TAIL = $tail:expr) => {
         impl Real for $t {
             const LOG2_E: Self = std::$t::consts::LOG2_E;
             const EXP2: &'static [Self] = &$exp2;
+            const EXP2_FROM_ZERO: &'static [Self] = &$from_zero;
             const TANH: &'static [Self] = &$tanh;
             const NORMAL_TAIL: &'static [Self] = &$tail;
             const TANH_NEAR: Self = 0.625;
-            const SLACK: Self = 6.0;
+            const MOST_POWER: Self = 400.0;
             const MIN_EXPONENT: Self = $t::MIN_EXP as Self;
             const OVERFLOW_EXPONENT: Self = $t::MAX_EXP as Self;
 
@@ -96,7 +99,10 @@ real!(
     f32,
     u32,
     crate::kernels::kernels_f32,
-    EXP2 = [1.386_294_4, 0.480_452_95, 0.111_006_65, 0.019_236_874, 0.002_679_774_8, 0.000_307_067_24],
+    EXP2 = [
+        [2.0, 1.386_294_4, 0.480_452_95, 0.111_006_65, 0.019_236_874, 0.002_679_774_8, 0.000_307_067_24],
+        [1.0, 0.693_147_04, 0.240_229_3, 0.055_485_28, 0.009_675_452, 0.001_246_784_6, 0.000_216_129_15]
+    ],
     TANH = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_088, -0.005_704_987_4],
     NORMAL_TAIL = [
         0.179_001_15,
@@ -119,17 +125,34 @@ real!(
     u64,
     crate::kernels::kernels_f64,
     EXP2 = [
-        1.386_294_361_119_890_6,
-        0.480_453_013_918_202_6,
-        0.111_008_217_329_640_17,
-        0.019_236_258_215_188_24,
-        0.002_666_711_629_354_924_5,
-        0.000_308_070_609_142_242_64,
-        0.000_030_505_466_986_251_35,
-        2.643_087_056_458_365_3e-6,
-        2.035_639_914_528_117_2e-7,
-        1.414_756_650_177_134_7e-8,
-        8.869_542_345_845_254e-10,
+        [
+            2.0,
+            1.386_294_361_119_890_6,
+            0.480_453_013_918_202_6,
+            0.111_008_217_329_640_17,
+            0.019_236_258_215_188_24,
+            0.002_666_711_629_354_924_5,
+            0.000_308_070_609_142_242_64,
+            0.000_030_505_466_986_251_35,
+            2.643_087_056_458_365_3e-6,
+            2.035_639_914_528_117_2e-7,
+            1.414_756_650_177_134_7e-8,
+            8.869_542_345_845_254e-10,
+        ],
+        [
+            1.0,
+            0.693_147_180_559_945_9,
+            0.240_226_506_959_063_3,
+            0.055_504_108_665_602_23,
+            0.009_618_129_099_550_946,
+            0.001_333_355_862_956_047_2,
+            0.000_154_035_123_097_949_04,
+            0.000_015_253_175_052_704_244,
+            1.320_836_732_083_647_8e-6,
+            1.025_321_221_306_013e-7,
+            6.559_530_207_646_565e-9,
+            6.263_464_614_424_121e-10,
+        ]
     ],
     TANH = [
         -0.333_333_333_333_328_54,

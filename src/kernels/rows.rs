@@ -106,7 +106,6 @@ impl<T: Real> Kernels<T> {
                     if let Some(next) = tile.next {
                         let group = tile.group + group;
                         scores.ahead = next.keys(group, tile.groups);
-                        next.fetch(group, tile.groups);
                     }
                     if let Some(bias) = bias {
                         bias.fetch(first..first + scores.rows, 0..KEYS);
@@ -126,6 +125,9 @@ impl<T: Real> Kernels<T> {
                     softmax.bias = Some(std::array::from_fn(row));
                     visible = [u64::MAX; MAX_ROWS];
                     softmax.visible = visible.as_mut_ptr();
+                }
+                if let Some(output) = tile.output {
+                    output.fetch(tile.group + group, tile.groups);
                 }
                 (self.softmax)(&softmax);
                 (values.rows, values.a, values.c) = (softmax.rows, softmax.p, softmax.o);
@@ -167,7 +169,8 @@ mod tests {
             // What is asked for ahead has no part in the result.
             let next = at_once.then_some(Next::InPlace { keys, values });
             let (panels, groups) = (0..KEYS / PANEL, rows.div_ceil(MAX_ROWS));
-            let tile = KeyTile { keys, values, width, finite: Finite::All, panels, next, group: 0, groups };
+            let (finite, output) = (Finite::All, None);
+            let tile = KeyTile { keys, values, width, finite, panels, next, output, group: 0, groups };
             let (height, mut p) = (if at_once { rows } else { MAX_ROWS }, nans(2 * MAX_ROWS * KEYS));
             for first in (0..rows).step_by(height) {
                 let mut group = Group {

@@ -5,6 +5,7 @@
 //! Everything is `#[inline(always)]` and carries no `#[target_feature]`: the attribute sits on the entry points in
 //! `table.rs`, into which all of it is inlined.
 
+use super::exp::Powers;
 use super::real::Real;
 use num_traits::Zero;
 
@@ -76,6 +77,25 @@ pub(crate) trait Simd: Copy {
 
     /// [`Real::exponent_to_power`] of each lane.
     fn exponent_to_power(self, v: Self::V) -> Self::V;
+
+    /// Coefficients of the polynomial between [`Simd::split_exponent`] and [`Simd::times_power`], the constant first.
+    const EXP2: &'static [Self::Elem] = Self::Elem::EXP2;
+
+    /// The exponent `rate x`, as [`Simd::times_power`] takes it, and its fraction: see `exp.rs`.
+    #[inline(always)]
+    fn split_exponent(self, powers: &Powers<Self::V>, x: Self::V) -> (Self::V, Self::V) {
+        let Powers { rate, lowest, to_exponent, .. } = *powers;
+        // This order of operands keeps NaN.
+        let x = self.max(lowest, x);
+        let exponent = self.fma(x, rate, to_exponent);
+        (exponent, self.fma(x, rate, self.sub(to_exponent, exponent)))
+    }
+
+    /// The polynomial of the fraction times the power of two of the rest of an exponent.
+    #[inline(always)]
+    fn times_power(self, p: Self::V, exponent: Self::V) -> Self::V {
+        self.mul(p, self.exponent_to_power(exponent))
+    }
 
     /// The lanes of `a` and `b` alternating: the first `LANES` of them and the rest. Where lanes cannot change between the
     /// parts of a vector for little, each part by itself; see [`transpose`].

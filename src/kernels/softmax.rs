@@ -22,9 +22,7 @@ use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL, key_bits};
 use num_traits::Float;
-use std::ops::Range;
 use std::ptr;
-use std::sync::atomic::{Ordering, compiler_fence};
 
 /// One step, by pointers.
 #[derive(Clone, Copy, Debug)]
@@ -80,109 +78,152 @@ pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
 /// As [`softmax`].
 #[inline(always)]
 unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
-    let (to_exponent, slack) = (factor * S::Elem::LOG2_E, S::Elem::SLACK / factor);
-    let powers = Powers::new(s, to_exponent);
+    let rate = factor * S::Elem::LOG2_E;
+    let powers = Powers::new(s, rate);
     let powers = powers.in_memory();
-    let nothing = s.splat(S::Elem::neg_infinity());
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
         // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
         unsafe {
-            let p = a.p.add(row * KEYS);
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
-
-            let mut top = nothing;
-            for key in (first..end).step_by(S::LANES) {
-                let mut x = s.load(p.add(key));
-                if MASKED {
-                    // The power of what is hidden is zero from here on.
-                    x = s.select(s.mask_from_bits(visible >> key), x, nothing);
-                    s.store(p.add(key), x);
-                }
-                // Of a NaN all that follows is NaN; that it hides what came before it does not matter any more.
-                top = s.max(top, x);
-            }
-
             let m = &mut *a.m.add(row);
-            let limit = s.splat(*m + slack);
-            if *m == S::Elem::neg_infinity() || s.mask_bits(s.lt(limit, top)) != 0 {
+            if *m == S::Elem::neg_infinity() {
                 cold();
-                if MASKED && *m == S::Elem::neg_infinity() && visible & key_bits(first, end) == 0 {
+                let p = a.p.add(row * KEYS);
+                if MASKED && visible & key_bits(first, end) == 0 {
                     for key in (first..end).step_by(S::LANES) {
                         s.store(p.add(key), s.zero());
                     }
                     continue;
                 }
-                // Finite from now on, also if every visible score is -inf.
-                let moved = m.max(s.reduce_max(top)).max(S::Elem::min_value());
-                if *m != S::Elem::neg_infinity() {
-                    rescale(s, a, row, (*m - moved) * to_exponent);
+                let mut top = s.splat(S::Elem::neg_infinity());
+                for key in (first..end).step_by(S::LANES) {
+                    top = s.max(scores::<S, MASKED>(s, p, visible, key), top);
                 }
-                *m = moved;
+                // Finite from now on, also if every visible score is -inf.
+                *m = s.reduce_max(top).max(S::Elem::min_value());
             }
-
-            let reference = s.splat(*m);
-            // The row is read anew: kept from above, it would take all registers, and be written to memory once more.
-            compiler_fence(Ordering::AcqRel);
             let l = a.l.add(row * PANEL);
-            let sum = s.load(l);
-            let (key, sum) = to_powers::<S, TOGETHER>(s, powers, p, first..end, reference, sum);
-            let (key, sum) = to_powers::<S, 2>(s, powers, p, key..end, reference, sum);
-            let (_, sum) = to_powers::<S, 1>(s, powers, p, key..end, reference, sum);
-            s.store(l, sum);
+            let mut row = Row { s, a, powers, rate, row, first, end, visible, m, sum: s.load(l) };
+            let key = row.to_powers::<MASKED, TOGETHER>(first);
+            let key = row.to_powers::<MASKED, 2>(key);
+            row.to_powers::<MASKED, 1>(key);
+            s.store(l, row.sum);
         }
     }
 }
 
-/// Scores to powers, `STEP` vectors at a time as long as there are so many; adds them to `sum`. Returns where it ended.
+/// The scores of a vector of keys from `key` on; -inf if they are hidden.
 ///
 /// # Safety
-/// `p` must be valid for reading and writing the elements `keys`, whole vectors of them.
+/// `p` must be valid for reading `LANES` elements from `key` on.
 #[inline(always)]
-unsafe fn to_powers<S: Simd, const STEP: usize>(
+unsafe fn scores<S: Simd, const MASKED: bool>(s: S, p: *const S::Elem, visible: u64, key: usize) -> S::V {
+    // SAFETY: the contract is the same.
+    let x = unsafe { s.load(p.add(key)) };
+    if MASKED { s.select(s.mask_from_bits(visible >> key), x, s.splat(S::Elem::neg_infinity())) } else { x }
+}
+
+/// A row whose reference is known.
+struct Row<'a, S: Simd> {
     s: S,
-    powers: &Powers<S::V>,
-    p: *mut S::Elem,
-    keys: Range<usize>,
-    reference: S::V,
-    mut sum: S::V,
-) -> (usize, S::V) {
-    let mut key = keys.start;
-    while key + STEP * S::LANES <= keys.end {
-        // SAFETY: STEP vectors from `key` on end within `keys`.
-        unsafe {
-            let mut x = [s.zero(); STEP];
-            for v in 0..STEP {
-                // The difference is exact where it is small: all that follows from it has the relative error of a power,
-                // and a key that has all the weight has p = 1.
-                x[v] = s.sub(s.load(p.add(key + v * S::LANES)), reference);
-            }
-            let e = powers.of(s, x);
-            for v in 0..STEP {
-                s.store(p.add(key + v * S::LANES), e[v]);
-                sum = s.add(sum, e[v]);
-            }
-        }
-        key += STEP * S::LANES;
-    }
-    (key, sum)
+    a: &'a Softmax<S::Elem>,
+    powers: &'a Powers<S::V>,
+    /// Of the powers of two.
+    rate: S::Elem,
+    row: usize,
+    first: usize,
+    end: usize,
+    visible: u64,
+    m: &'a mut S::Elem,
+    /// The row of `l`.
+    sum: S::V,
 }
 
-/// Multiplies the row of `o` and its partial sums by `2^exponent`.
+impl<S: Simd> Row<'_, S> {
+    /// Scores from `key` on to powers, `STEP` vectors at a time as long as there are so many. Returns where it ended.
+    ///
+    /// # Safety
+    /// As [`softmax`].
+    #[inline(always)]
+    unsafe fn to_powers<const MASKED: bool, const STEP: usize>(&mut self, mut key: usize) -> usize {
+        let s = self.s;
+        while key + STEP * S::LANES <= self.end {
+            // SAFETY: STEP vectors from `key` on end within the range of keys.
+            unsafe {
+                let p = self.a.p.add(self.row * KEYS);
+                let mut x = [s.zero(); STEP];
+                for v in 0..STEP {
+                    x[v] = scores::<S, MASKED>(s, p, self.visible, key + v * S::LANES);
+                }
+                let (mut e, mut part) = self.powers_of(x);
+                // That some of them are too large is seen in their sum, which is needed anyway.
+                if s.mask_bits(s.lt(s.splat(S::Elem::MOST_POWER), part)) != 0 {
+                    cold();
+                    self.move_reference(x, key);
+                    (e, part) = self.powers_of(x);
+                }
+                for v in 0..STEP {
+                    s.store(p.add(key + v * S::LANES), e[v]);
+                }
+                self.sum = s.add(self.sum, part);
+            }
+            key += STEP * S::LANES;
+        }
+        key
+    }
+
+    /// `e^(factor (x - m))`, and the sum of these vectors.
+    #[inline(always)]
+    fn powers_of<const STEP: usize>(&self, x: [S::V; STEP]) -> ([S::V; STEP], S::V) {
+        let s = self.s;
+        // The difference is exact where it is small: all that follows from it has the relative error of a power, and a key
+        // that has all the weight has p = 1.
+        let reference = s.splat(*self.m);
+        let e = self.powers.of(s, x.map(|x| s.sub(x, reference)));
+        let mut part = e;
+        let mut n = STEP;
+        while n > 1 {
+            n /= 2;
+            for v in 0..n {
+                part[v] = s.add(part[v], part[v + n]);
+            }
+        }
+        (e, part[0])
+    }
+
+    /// Makes the largest of the scores `x`, which begin at `key`, the reference, and brings what was computed with the one
+    /// before to it.
+    ///
+    /// # Safety
+    /// As [`softmax`].
+    #[inline(always)]
+    unsafe fn move_reference<const STEP: usize>(&mut self, x: [S::V; STEP], key: usize) {
+        let s = self.s;
+        // In this order of operands NaN is passed over.
+        let top = x.into_iter().fold(s.splat(*self.m), |top, x| s.max(x, top));
+        let moved = s.reduce_max(top);
+        let factor = exp2(s, s.splat((*self.m - moved) * self.rate));
+        *self.m = moved;
+        self.sum = s.mul(self.sum, factor);
+        // SAFETY: `first..key` is a part of the range of keys, and the row of `o` has `width` elements (contract); all are
+        // multiples of LANES.
+        unsafe {
+            scale(s, self.a.p.add(self.row * KEYS + self.first), key - self.first, factor);
+            scale(s, self.a.o.add(self.row * self.a.o_row), self.a.width, factor);
+        }
+    }
+}
+
+/// Multiplies `n` numbers by a factor.
 ///
 /// # Safety
-/// As [`softmax`], with `row < rows`.
+/// `n` must be a multiple of `LANES`, and `x` valid for reading and writing so many elements.
 #[inline(always)]
-unsafe fn rescale<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize, exponent: S::Elem) {
-    let factor = exp2(s, s.splat(exponent));
-    // SAFETY: `width` and 16 are multiples of LANES, and the row of `o` and `l` has that many elements (contract).
-    unsafe {
-        let l = a.l.add(row * PANEL);
-        s.store(l, s.mul(s.load(l), factor));
-        for column in (0..a.width).step_by(S::LANES) {
-            let o = a.o.add(row * a.o_row + column);
-            s.store(o, s.mul(s.load(o), factor));
-        }
+unsafe fn scale<S: Simd>(s: S, x: *mut S::Elem, n: usize, factor: S::V) {
+    for at in (0..n).step_by(S::LANES) {
+        // SAFETY: at + LANES <= n (contract).
+        unsafe { s.store(x.add(at), s.mul(s.load(x.add(at)), factor)) };
     }
 }
 

@@ -67,6 +67,8 @@ pub(crate) struct KeyTile<'a, T> {
     /// The panels of 16 keys that the group may see. Others are not touched.
     pub(crate) panels: Range<usize>,
     pub(crate) next: Option<Next<'a, T>>,
+    /// Where the rows will be written that have met their keys: each group asks memory for its part.
+    pub(crate) output: Option<Upcoming>,
     /// Which of the groups that read the tile it is, and how many there are.
     pub(crate) group: usize,
     pub(crate) groups: usize,
@@ -82,25 +84,27 @@ pub(crate) enum Next<'a, T> {
 }
 
 impl<T> Next<'_, T> {
+    /// What the product with the keys of this tile asks for; rows are asked for here.
+    #[inline(always)]
     pub(super) fn keys(self, group: usize, groups: usize) -> Ahead {
         match self {
             Self::InPlace { keys, .. } => Ahead { from: keys.part(group, groups), share: groups },
-            Self::Rows(_) => Ahead::NOTHING,
+            Self::Rows([keys, _]) => {
+                keys.fetch(group, groups);
+                Ahead::NOTHING
+            }
         }
     }
 
+    /// The same for the values. They have their turn after the keys because so many lines at once would make the CPU wait.
+    #[inline(always)]
     pub(super) fn values(self, group: usize, groups: usize) -> Ahead {
         match self {
             Self::InPlace { values, .. } => Ahead { from: values.part(group, groups), share: groups },
-            Self::Rows(_) => Ahead::NOTHING,
-        }
-    }
-
-    /// What is not asked for by products.
-    #[inline(always)]
-    pub(super) fn fetch(&self, group: usize, groups: usize) {
-        if let Self::Rows(rows) = self {
-            rows.iter().for_each(|rows| rows.fetch(group, groups));
+            Self::Rows([_, values]) => {
+                values.fetch(group, groups);
+                Ahead::NOTHING
+            }
         }
     }
 }
@@ -187,10 +191,10 @@ impl<T: Real> Kernels<T> {
     pub(crate) fn scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
         let Group { rows, head_dim, q, q_row, .. } = *group;
         let queries = Queries { rows, head_dim, q, q_row };
-        let ahead = tile.next.map_or(Ahead::NOTHING, |next| {
-            next.fetch(tile.group, tile.groups);
-            next.keys(tile.group, tile.groups)
-        });
+        let ahead = tile.next.map_or(Ahead::NOTHING, |next| next.keys(tile.group, tile.groups));
+        if let Some(output) = tile.output {
+            output.fetch(tile.group, tile.groups);
+        }
         self.products_ahead(&queries, tile.keys, tile.panels.clone(), group.p, ahead);
     }
 

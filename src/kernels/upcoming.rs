@@ -18,12 +18,16 @@ pub(crate) struct Upcoming {
 impl Upcoming {
     /// Nothing, unless each row is contiguous.
     pub(crate) fn new<T>(view: ArrayView2<'_, T>) -> Self {
-        let (rows, columns) = view.dim();
+        Self::at(view.as_ptr(), view.dim().into(), [view.strides()[0], view.strides()[1]])
+    }
+
+    /// The same by pointer, shape and strides; nothing is read.
+    pub(super) fn at<T>(from: *const T, [rows, columns]: [usize; 2], [row, column]: [isize; 2]) -> Self {
         let size = size_of::<T>();
-        let contiguous = columns <= 1 || view.strides()[1] == 1;
+        let contiguous = columns <= 1 || column == 1;
         Self {
-            from: view.as_ptr().cast(),
-            row: view.strides()[0].wrapping_mul(size as isize),
+            from: from.cast(),
+            row: row.wrapping_mul(size as isize),
             width: if contiguous { columns * size } else { 0 },
             rows,
         }
