@@ -37,6 +37,8 @@ pub(crate) struct Powers<V> {
     pub(super) rate: V,
     /// From here down the power is zero.
     pub(super) lowest: V,
+    /// From here up it is infinite.
+    pub(super) highest: V,
     pub(super) to_exponent: V,
     /// The highest first.
     coefficients: [V; MOST_COEFFICIENTS],
@@ -51,11 +53,18 @@ impl<V: Copy> Powers<V> {
     pub(crate) fn new<S: Simd<V = V>>(s: S, rate: S::Elem) -> Self {
         let rate = rate.min(S::Elem::max_value());
         let lowest = ((S::Elem::MIN_EXPONENT - S::Elem::one()) / rate).max(S::Elem::min_value());
+        let highest = (S::Elem::OVERFLOW_EXPONENT / rate).min(S::Elem::max_value());
         let mut coefficients = [s.zero(); MOST_COEFFICIENTS];
         for (to, &from) in coefficients.iter_mut().zip(S::EXP2.iter().rev()) {
             *to = s.splat(from);
         }
-        Self { rate: s.splat(rate), lowest: s.splat(lowest), to_exponent: s.splat(S::Elem::TO_EXPONENT), coefficients }
+        Self {
+            rate: s.splat(rate),
+            lowest: s.splat(lowest),
+            highest: s.splat(highest),
+            to_exponent: s.splat(S::Elem::TO_EXPONENT),
+            coefficients,
+        }
     }
 
     /// The same, to be read from memory where they are needed. The compiler would keep all of them in registers, and let
@@ -66,8 +75,8 @@ impl<V: Copy> Powers<V> {
         black_box(self)
     }
 
-    /// `2^(rate x)` for each lane of `N` vectors whose powers do not overflow (or that are NaN), as softmax has them. The
-    /// polynomials advance together: one alone is a chain of operations that wait for each other.
+    /// `2^(rate x)` for each lane of `N` vectors. The polynomials advance together: one alone is a chain of operations that
+    /// wait for each other.
     #[inline(always)]
     pub(crate) fn of<S: Simd<V = V>, const N: usize>(&self, s: S, x: [V; N]) -> [V; N] {
         let (mut exponent, mut f, mut p) = (x, x, x);
@@ -90,8 +99,7 @@ impl<V: Copy> Powers<V> {
 /// `2^t` for each lane.
 #[inline(always)]
 pub(crate) fn exp2<S: Simd>(s: S, t: S::V) -> S::V {
-    // This order of operands keeps NaN.
-    let [power] = Powers::new(s, S::Elem::one()).of(s, [s.min(s.splat(S::Elem::OVERFLOW_EXPONENT), t)]);
+    let [power] = Powers::new(s, S::Elem::one()).of(s, [t]);
     power
 }
 

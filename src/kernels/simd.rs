@@ -84,9 +84,9 @@ pub(crate) trait Simd: Copy {
     /// The exponent `rate x`, as [`Simd::times_power`] takes it, and its fraction: see `exp.rs`.
     #[inline(always)]
     fn split_exponent(self, powers: &Powers<Self::V>, x: Self::V) -> (Self::V, Self::V) {
-        let Powers { rate, lowest, to_exponent, .. } = *powers;
+        let Powers { rate, lowest, highest, to_exponent, .. } = *powers;
         // This order of operands keeps NaN.
-        let x = self.max(lowest, x);
+        let x = self.max(lowest, self.min(highest, x));
         let exponent = self.fma(x, rate, to_exponent);
         (exponent, self.fma(x, rate, self.sub(to_exponent, exponent)))
     }

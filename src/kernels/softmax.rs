@@ -3,15 +3,17 @@
 //! ```text
 //! s  = q·k                                   factor: from a product to a score
 //! s  = cap · tanh(factor · s / cap) + bias   if there is a cap or a bias, and then factor = 1
-//! m' = m, or the largest visible s           m' ≠ m only if some visible factor · s > factor · m + 6
+//! m' = m, or the largest visible s           m' ≠ m only if powers of 4 vectors add up to more than 400
 //! p  = e^(factor (s - m')) where visible, else 0
 //! l  = l · e^(factor (m - m')) + p,   o = o · e^(factor (m - m'))
 //! ```
 //!
 //! Shapes: `p` `[rows][64]` (scores in, probabilities out), `m` `[rows]`, `l` `[rows][16]` (one partial sum per lane), `o`
 //! `[rows][width]`. The reference `m` is *lazy*: any reference gives the same quotient `o / l`, so it moves only when a
-//! score would make `p` large (e^6), which is rare after the first tile. `m = -inf` means that the row has seen no key,
-//! and then `l` and `o` are zero; the first visible tile sets `m` to its true maximum, so a single key has `p = 1`.
+//! score would make `p` large, which is rare after the first tile. That it does is seen in the sum of the powers, infinite
+//! ones included: a pass for the largest score of every row would be a tenth of the step. `m = -inf` means that the row has
+//! seen no key, and then `l` and `o` are zero; the first visible tile sets `m` to its true maximum, so a single key has
+//! `p = 1`.
 //!
 //! Masked lanes are selected away, never multiplied: what is in them, NaN included, has no influence.
 //! Sources: Milakov and Gimelshein (2018) for the online form, FlashAttention (Dao et al., 2022) for the tiles.
@@ -105,9 +107,11 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
             }
             let l = a.l.add(row * PANEL);
             let mut row = Row { s, a, powers, rate, row, first, end, visible, m, sum: s.load(l) };
-            let key = row.to_powers::<MASKED, TOGETHER>(first);
-            let key = row.to_powers::<MASKED, 2>(key);
-            row.to_powers::<MASKED, 1>(key);
+            // Always the same vectors together, wherever the range begins: no bit may depend on it.
+            let together = TOGETHER * S::LANES;
+            for key in (first / together * together..end).step_by(together) {
+                row.to_powers::<MASKED, WHOLE>(key);
+            }
             s.store(l, row.sum);
         }
     }
@@ -141,64 +145,58 @@ struct Row<'a, S: Simd> {
 }
 
 impl<S: Simd> Row<'_, S> {
-    /// Scores from `key` on to powers, `STEP` vectors at a time as long as there are so many. Returns where it ended.
+    /// Scores to powers, those vectors from `key` on that are in the range.
     ///
     /// # Safety
     /// As [`softmax`].
     #[inline(always)]
-    unsafe fn to_powers<const MASKED: bool, const STEP: usize>(&mut self, mut key: usize) -> usize {
-        let s = self.s;
-        while key + STEP * S::LANES <= self.end {
-            // SAFETY: STEP vectors from `key` on end within the range of keys.
-            unsafe {
-                let p = self.a.p.add(self.row * KEYS);
-                let mut x = [s.zero(); STEP];
-                for v in 0..STEP {
-                    x[v] = scores::<S, MASKED>(s, p, self.visible, key + v * S::LANES);
+    unsafe fn to_powers<const MASKED: bool, const WHOLE: bool>(&mut self, key: usize) {
+        let (s, first, end) = (self.s, self.first, self.end);
+        let keys: [usize; TOGETHER] = std::array::from_fn(|v| key + v * S::LANES);
+        let counts = |key: usize| WHOLE || first <= key && key < end;
+        // SAFETY: the range begins and ends with a vector, and those outside are not touched.
+        unsafe {
+            let p = self.a.p.add(self.row * KEYS);
+            let mut x = [s.splat(S::Elem::neg_infinity()); TOGETHER];
+            for v in 0..TOGETHER {
+                if counts(keys[v]) {
+                    x[v] = scores::<S, MASKED>(s, p, self.visible, keys[v]);
                 }
-                let (mut e, mut part) = self.powers_of(x);
-                // That some of them are too large is seen in their sum, which is needed anyway.
-                if s.mask_bits(s.lt(s.splat(S::Elem::MOST_POWER), part)) != 0 {
-                    cold();
-                    self.move_reference(x, key);
-                    (e, part) = self.powers_of(x);
-                }
-                for v in 0..STEP {
-                    s.store(p.add(key + v * S::LANES), e[v]);
-                }
-                self.sum = s.add(self.sum, part);
             }
-            key += STEP * S::LANES;
+            let (mut e, mut part) = self.powers_of(x);
+            // That some of them are too large is seen in their sum, which is needed anyway.
+            if s.mask_bits(s.lt(s.splat(S::Elem::MOST_POWER), part)) != 0 {
+                cold();
+                self.move_reference(x, key);
+                (e, part) = self.powers_of(x);
+            }
+            for v in 0..TOGETHER {
+                if counts(keys[v]) {
+                    s.store(p.add(keys[v]), e[v]);
+                }
+            }
+            self.sum = s.add(self.sum, part);
         }
-        key
     }
 
     /// `e^(factor (x - m))`, and the sum of these vectors.
     #[inline(always)]
-    fn powers_of<const STEP: usize>(&self, x: [S::V; STEP]) -> ([S::V; STEP], S::V) {
+    fn powers_of(&self, x: [S::V; TOGETHER]) -> ([S::V; TOGETHER], S::V) {
         let s = self.s;
         // The difference is exact where it is small: all that follows from it has the relative error of a power, and a key
         // that has all the weight has p = 1.
         let reference = s.splat(*self.m);
         let e = self.powers.of(s, x.map(|x| s.sub(x, reference)));
-        let mut part = e;
-        let mut n = STEP;
-        while n > 1 {
-            n /= 2;
-            for v in 0..n {
-                part[v] = s.add(part[v], part[v + n]);
-            }
-        }
-        (e, part[0])
+        (e, s.add(s.add(e[0], e[2]), s.add(e[1], e[3])))
     }
 
-    /// Makes the largest of the scores `x`, which begin at `key`, the reference, and brings what was computed with the one
-    /// before to it.
+    /// Makes the largest of the scores `x`, the vectors from `key` on, the reference, and brings what was computed with the
+    /// one before to it.
     ///
     /// # Safety
     /// As [`softmax`].
     #[inline(always)]
-    unsafe fn move_reference<const STEP: usize>(&mut self, x: [S::V; STEP], key: usize) {
+    unsafe fn move_reference(&mut self, x: [S::V; TOGETHER], key: usize) {
         let s = self.s;
         // In this order of operands NaN is passed over.
         let top = x.into_iter().fold(s.splat(*self.m), |top, x| s.max(x, top));
@@ -209,7 +207,8 @@ impl<S: Simd> Row<'_, S> {
         // SAFETY: `first..key` is a part of the range of keys, and the row of `o` has `width` elements (contract); all are
         // multiples of LANES.
         unsafe {
-            scale(s, self.a.p.add(self.row * KEYS + self.first), key - self.first, factor);
+            let done = key.saturating_sub(self.first);
+            scale(s, self.a.p.add(self.row * KEYS + self.first), done, factor);
             scale(s, self.a.o.add(self.row * self.a.o_row), self.a.width, factor);
         }
     }
