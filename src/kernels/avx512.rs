@@ -24,6 +24,7 @@ impl Simd for Avx512<f32> {
     type V = __m512;
     type Mask = __mmask16;
     const LANES: usize = 16;
+    const MANY_REGISTERS: bool = true;
 
     vector_ops! {
         splat(x: f32) -> __m512 = _mm512_set1_ps(x);
@@ -92,6 +93,7 @@ impl Simd for Avx512<f64> {
     type V = __m512d;
     type Mask = __mmask8;
     const LANES: usize = 8;
+    const MANY_REGISTERS: bool = true;
 
     vector_ops! {
         splat(x: f64) -> __m512d = _mm512_set1_pd(x);

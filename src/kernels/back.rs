@@ -86,7 +86,7 @@ pub(crate) unsafe fn back<S: Simd>(s: S, a: &Back<S::Elem>) {
 #[inline(always)]
 unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S::Elem>, factor: S::Elem) {
     let powers = Powers::new(s, S::Elem::LOG2_E);
-    let powers = powers.in_memory();
+    let powers = powers.in_memory::<S>();
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
         // SAFETY: row < rows, and keys run within the 64 of a row, in steps of vectors that divide 16 (contract).

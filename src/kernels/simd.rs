@@ -55,6 +55,9 @@ pub(crate) trait Simd: Copy {
     /// A power of two that divides [`super::PANEL`].
     const LANES: usize;
 
+    /// Whether there are 32 registers and not 16.
+    const MANY_REGISTERS: bool = false;
+
     fn splat(self, x: Self::Elem) -> Self::V;
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;

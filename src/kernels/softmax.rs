@@ -82,7 +82,7 @@ pub(crate) unsafe fn softmax<S: Simd>(s: S, a: &Softmax<S::Elem>) {
 unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax<S::Elem>, factor: S::Elem) {
     let rate = factor * S::Elem::LOG2_E;
     let powers = Powers::new(s, rate);
-    let powers = powers.in_memory();
+    let powers = powers.in_memory::<S>();
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
         // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
@@ -151,32 +151,49 @@ impl<S: Simd> Row<'_, S> {
     /// As [`softmax`].
     #[inline(always)]
     unsafe fn to_powers<const MASKED: bool, const WHOLE: bool>(&mut self, key: usize) {
-        let (s, first, end) = (self.s, self.first, self.end);
-        let keys: [usize; TOGETHER] = std::array::from_fn(|v| key + v * S::LANES);
-        let counts = |key: usize| WHOLE || first <= key && key < end;
-        // SAFETY: the range begins and ends with a vector, and those outside are not touched.
+        let s = self.s;
+        // SAFETY: those that are in the range are readable and writable (contract).
         unsafe {
-            let p = self.a.p.add(self.row * KEYS);
-            let mut x = [s.splat(S::Elem::neg_infinity()); TOGETHER];
-            for v in 0..TOGETHER {
-                if counts(keys[v]) {
-                    x[v] = scores::<S, MASKED>(s, p, self.visible, keys[v]);
-                }
-            }
-            let (mut e, mut part) = self.powers_of(x);
+            let (mut e, mut part) = self.powers_of(self.scores::<MASKED, WHOLE>(key));
             // That some of them are too large is seen in their sum, which is needed anyway.
             if s.mask_bits(s.lt(s.splat(S::Elem::MOST_POWER), part)) != 0 {
                 cold();
-                self.move_reference(x, key);
-                (e, part) = self.powers_of(x);
+                // Read anew: kept for this rare case, the scores of every row would be written to memory once more.
+                self.move_reference(self.scores::<MASKED, WHOLE>(key), key);
+                (e, part) = self.powers_of(self.scores::<MASKED, WHOLE>(key));
             }
-            for v in 0..TOGETHER {
-                if counts(keys[v]) {
-                    s.store(p.add(keys[v]), e[v]);
+            for (v, e) in e.into_iter().enumerate() {
+                let key = key + v * S::LANES;
+                if WHOLE || self.counts(key) {
+                    s.store(self.a.p.add(self.row * KEYS + key), e);
                 }
             }
             self.sum = s.add(self.sum, part);
         }
+    }
+
+    /// Whether the vector that begins with a key is in the range, whose ends are ends of vectors.
+    #[inline(always)]
+    fn counts(&self, key: usize) -> bool {
+        self.first <= key && key < self.end
+    }
+
+    /// The vectors of scores from `key` on; -inf what is hidden or not in the range.
+    ///
+    /// # Safety
+    /// As [`softmax`].
+    #[inline(always)]
+    unsafe fn scores<const MASKED: bool, const WHOLE: bool>(&self, key: usize) -> [S::V; TOGETHER] {
+        let s = self.s;
+        let mut x = [s.splat(S::Elem::neg_infinity()); TOGETHER];
+        for (v, x) in x.iter_mut().enumerate() {
+            let key = key + v * S::LANES;
+            if WHOLE || self.counts(key) {
+                // SAFETY: the vector is readable (contract).
+                *x = unsafe { scores::<S, MASKED>(s, self.a.p.add(self.row * KEYS), self.visible, key) };
+            }
+        }
+        x
     }
 
     /// `e^(factor (x - m))`, and the sum of these vectors.
