@@ -177,9 +177,15 @@ unsafe fn strip<
             block::<S, B, MR, WIDE, false, COLUMNS, AHEAD>(s, t, first, column);
             column += WIDE * S::LANES;
         }
-        while left(column) >= NV {
+        // Five vectors are three and two, six are three and three: one or two alone have too few multiply-adds to a term for
+        // the loads and addresses beside them.
+        while left(column) >= NV && (NV < 4 || left(column) == NV || left(column) > NV + 2) {
             block::<S, B, MR, NV, false, COLUMNS, AHEAD>(s, t, first, column);
             column += NV * S::LANES;
+        }
+        while NV > 3 && left(column) >= 3 {
+            block::<S, B, MR, 3, false, COLUMNS, AHEAD>(s, t, first, column);
+            column += 3 * S::LANES;
         }
         if NV > 2 && left(column) >= 2 {
             block::<S, B, MR, 2, false, COLUMNS, AHEAD>(s, t, first, column);
