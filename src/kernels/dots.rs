@@ -31,7 +31,7 @@ pub(crate) struct Dots<T> {
     pub(crate) start: Start,
 }
 
-/// Runs a product with register blocks of up to 3 rows by `NR` columns.
+/// Runs a product with register blocks of up to 2 rows by `NR` columns, or of 3 by 4.
 ///
 /// # Safety
 /// `1 <= rows <= MAX_DOT_ROWS`; `rows` rows of `a` and `n` rows of `b` with `k` elements each are readable; `c` is
@@ -43,7 +43,8 @@ pub(crate) unsafe fn dots<S: Simd, const NR: usize>(s: S, d: &Dots<S::Elem>) {
         match d.rows {
             1 => strip::<S, 1, NR>(s, d),
             2 => strip::<S, 2, NR>(s, d),
-            _ => strip::<S, MAX_DOT_ROWS, NR>(s, d),
+            // Twelve sums keep the multipliers busy; of 24, the compiler moves half to the stack.
+            _ => strip::<S, MAX_DOT_ROWS, 4>(s, d),
         }
     }
 }

@@ -62,6 +62,9 @@ const STRIP_PANEL: usize = (DEPTH + 1) * PANEL;
 /// (`Kernels::few_rows`).
 const INNER_ROWS: usize = 24;
 
+/// Columns of a transposed `w` that all rows meet before the next ones: of 1024 terms they fill a first-level cache.
+const INNER_COLUMNS: usize = 8;
+
 /// Terms that make up for the addition of an inner product's lanes, for each of those rows.
 const TERMS_PER_INNER_ROW: usize = 8;
 
@@ -229,7 +232,7 @@ impl<T: Real> Kernels<T> {
         let [a_row, c_row] = [x.strides()[0], out.strides()[0]].map(isize::unsigned_abs);
         let b_row = w.strides()[1].unsigned_abs();
         // A few columns of `w` at a time, which stay in the cache until the last group of rows has met them.
-        for columns in chunks(0..w.ncols(), PANEL) {
+        for columns in chunks(0..w.ncols(), INNER_COLUMNS) {
             for rows in chunks(0..x.nrows(), MAX_DOT_ROWS) {
                 // SAFETY: `rows` are 1 to 3 rows of `x` and `out`, contiguous both; the columns of `w` are contiguous
                 // (checked by the caller), and all strides are from 0 on.
