@@ -2,7 +2,7 @@
 
 use super::exp::Powers;
 use super::real::Real;
-use super::simd::{Block, Simd, memory_ops, transpose, vector_ops};
+use super::simd::{Block, LATER, Simd, memory_ops, prefetch, transpose, vector_ops};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
@@ -53,6 +53,11 @@ impl Simd for Avx512<f32> {
         store(p: *mut f32, v: __m512) -> () = _mm512_storeu_ps(p, v);
         load_partial(p: *const f32, n: usize) -> __m512 = _mm512_maskz_loadu_ps(first_lanes(n) as __mmask16, p);
         store_partial(p: *mut f32, v: __m512, n: usize) -> () = _mm512_mask_storeu_ps(p, first_lanes(n) as __mmask16, v);
+    }
+
+    #[inline(always)]
+    fn ask_ahead(self, line: *const u8) {
+        prefetch::<LATER>(line);
     }
 
     #[inline(always)]
@@ -122,6 +127,11 @@ impl Simd for Avx512<f64> {
         store(p: *mut f64, v: __m512d) -> () = _mm512_storeu_pd(p, v);
         load_partial(p: *const f64, n: usize) -> __m512d = _mm512_maskz_loadu_pd(first_lanes(n) as __mmask8, p);
         store_partial(p: *mut f64, v: __m512d, n: usize) -> () = _mm512_mask_storeu_pd(p, first_lanes(n) as __mmask8, v);
+    }
+
+    #[inline(always)]
+    fn ask_ahead(self, line: *const u8) {
+        prefetch::<LATER>(line);
     }
 
     #[inline(always)]

@@ -27,7 +27,7 @@
 
 use super::PANEL;
 use super::real::Real;
-use super::simd::{LINE, NEXT, Simd, Widen, prefetch};
+use super::simd::{LINE, Simd, Widen};
 use super::table::Kernels;
 
 /// Rows of the largest register block.
@@ -73,8 +73,8 @@ pub(crate) enum Stride {
 ///
 /// A product of a few rows with a matrix that lies in memory waits for it, unless somebody has asked for it in time: the
 /// CPU does so by itself for a row, not for four. One token of 32 heads on 8 against 32768 keys, two threads of a Zen 3:
-/// 17 ms without, 12.5 ms with this, 8.5 ms at the rate of a plain sum; in `bf16` 12 and 6.5 ms. (Asking for the
-/// second-level cache only, it is 13 and 7.5 ms.)
+/// 17 ms without, 12.5 ms with this, 8.5 ms at the rate of a plain sum; in `bf16` 12 and 6.5 ms. Into which cache it is
+/// asked depends on the level: see [`Simd::ask_ahead`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ahead {
     pub(crate) from: *const u8,
@@ -330,7 +330,7 @@ unsafe fn terms<S: Widen<B>, B, const MR: usize, const NV: usize, const AHEAD: b
                     row[v] = s.widen(at.b.add(strides.b[v] + u * strides.b_k));
                 }
                 for _ in 0..if AHEAD { lines::<S, B, NV>() } else { 0 } {
-                    prefetch::<NEXT>(at.ahead);
+                    s.ask_ahead(at.ahead);
                     at.ahead = at.ahead.wrapping_add(strides.ahead);
                 }
                 for i in 0..MR {
