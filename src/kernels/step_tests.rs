@@ -255,6 +255,27 @@ fn growing_scores_move_the_reference() {
 }
 
 #[test]
+fn scores_whose_powers_overflow_move_the_reference() {
+    fn check<T: Real>(kernels: &Kernels<T>) {
+        for far in [90.0, 130.0, 700.0, 1025.0, 1e5, 1e30] {
+            // A key of the first tile, or of the second, whose row has a reference by then; before and behind others.
+            for top in [0, 1, 15, 16, 31, 32, 40, 63, 64, 80, 100, 127, 129] {
+                let mut case = Case::<T>::new(2, 130, 1, 16);
+                case.q.fill(T::one());
+                case.k[(top, 0)] = real(far);
+                let got = case.run(kernels, false);
+                for ((_, c), &x) in got.context.indexed_iter() {
+                    let (want, near) = (wide(case.v[(top, c)]), 1e-35_f64.max((4.0 - far).exp() * 130.0));
+                    assert!((x - want).abs() <= near, "score {far} of key {top}: {x} for {want}");
+                }
+                assert_eq!(got.m, [real::<T>(far); 2], "score {far} of key {top}");
+            }
+        }
+    }
+    at_every_level!(check);
+}
+
+#[test]
 fn what_is_masked_has_no_influence_whatever_it_is() {
     fn check<T: Real>(kernels: &Kernels<T>) {
         for bad in [T::nan(), T::infinity(), T::neg_infinity()] {
