@@ -367,6 +367,8 @@ fn only_the_panels_asked_for_are_touched() {
         let factor = T::one();
         let scoring = Scoring { visible: None, bias: None, softcap: None, factor, dropout: None };
         kernels.attend(&mut group, &tile, &scoring);
+        let sums_are_finite = group.l.iter().all(|l| l.is_finite());
+        assert!(sums_are_finite, "the sums hold what is not asked for");
         for ((_, panel, _), x) in p.indexed_iter() {
             assert_eq!(x.is_nan(), !(1..3).contains(&panel));
         }
