@@ -57,7 +57,7 @@ pub use gradients::{Gradients, Saved, backward, backward_into};
 pub(crate) use gradients::{GradientsMut, check_saved, differentiate};
 pub use merge::merge;
 pub use options::{Options, Path};
-pub(crate) use source::{Packed, Source, Wanted};
+pub(crate) use source::{Coming, Packed, Source, Wanted};
 pub use workspace::Workspace;
 
 use ndarray::{Array3, Array4, ArrayRef4, ArrayViewMut3, ArrayViewMut4, Axis};

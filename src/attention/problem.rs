@@ -34,6 +34,12 @@ impl Dims {
         [self.batch, self.num_heads, self.q_len, self.kv_len]
     }
 
+    /// How many numbers all keys and values are.
+    pub(crate) fn kv_numbers(&self) -> f64 {
+        let keys = [self.batch, self.num_kv_heads, self.kv_len].iter().fold(1.0, |product, &n| product * n as f64);
+        keys * (self.head_dim as f64 + self.value_dim as f64)
+    }
+
     /// The work of all pairs, as far as it decides on threads.
     pub(crate) fn flop(&self) -> f64 {
         let pairs = self.scores().iter().fold(1.0, |product, &n| product * n as f64);

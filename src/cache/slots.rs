@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{CacheShape, KvCache, Storage};
-use crate::attention::{Packed, Source, Wanted};
+use crate::attention::{Coming, Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
 use crate::kernels::{Finite, KEYS, Kernels, Next, Operand};
 use crate::mask::{BoundMask, Held, Mask};
@@ -176,7 +176,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
     fn tile<'s>(
         &'s self,
         kernels: &Kernels<S::Element>,
-        Wanted { entry, kv_head, keys, groups, .. }: Wanted,
+        Wanted { entry, kv_head, keys, next, groups }: Wanted,
         [panels, rows]: [&'s mut [S::Element]; 2],
     ) -> Packed<'s, S::Element> {
         let first = keys.start;
@@ -193,10 +193,10 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         if groups > 1 || finite == Finite::NotAll {
             values = Operand::Own(kernels.widened(values, rows));
         }
-        let next = self.page(entry, first + KEYS).filter(|_| first + KEYS < self.lengths[entry]);
-        let next = next.map(|page| {
+        let next = next.and_then(|Coming { entry, kv_head, keys }| {
+            let page = self.page(entry, keys.start).filter(|_| keys.start < self.lengths[entry])?;
             let [keys, values] = [page.keys(kv_head), page.values(kv_head)].map(S::operand);
-            Next::InPlace { keys, values }
+            Some(Next::InPlace { keys, values })
         });
         Packed { keys, values, finite, next }
     }

@@ -372,7 +372,8 @@ impl<T: Real> Kernels<T> {
                     Upcoming::new(a.slice(s![end..rows.min(end + MAX_ROWS), terms.clone()])).fetch(0, 1);
                 }
                 let ahead = match next {
-                    Some(next) if group + share >= groups => {
+                    // One row waits for its own weights.
+                    Some(next) if group + share >= groups && rows > 1 => {
                         let part = (group + share - groups) * (n * terms.len() / share);
                         Ahead { from: next.data.wrapping_add(part).cast(), share }
                     }

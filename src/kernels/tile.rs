@@ -120,11 +120,12 @@ pub(crate) unsafe fn tile<
     s: S,
     t: &Tile<S::Elem, B>,
 ) {
-    // A single row asks for so much by itself that memory has no time for more.
-    let ahead = t.ahead.share > 0 && t.rows > 1;
+    // With smaller registers, a single row asks for so much by itself that memory has no time for more.
+    let ahead = t.ahead.share > 0 && (t.rows > 1 || S::MANY_REGISTERS);
     // SAFETY: the contract is handed on; MR is the number of rows, or 1 for each of them.
     unsafe {
         match (t.a_stride, t.rows, ahead) {
+            (Stride::Rows(_), 1, true) => strip::<S, B, 1, NV, WIDE, false, true>(s, t, 0),
             (Stride::Rows(_), 1, _) if t.k <= SHORT => strip::<S, B, 1, NV, WIDE, false, false>(s, t, 0),
             (Stride::Rows(_), 1, _) => strip::<S, B, 1, NV, WIDEST, false, false>(s, t, 0),
             (Stride::Rows(_), 2, false) => strip::<S, B, 2, NV, WIDE, false, false>(s, t, 0),
