@@ -36,6 +36,9 @@
 //! | 4 x 1024 x 1024 | 33 | 50 | 63 | 37 | 7 | 13 | 14 |
 //! | 1 x 1024 x 1024 | 28 | 29 | 31 | 26 | 23 | 3 | 4 |
 //!
+//! The same on an Emerald Rapids with AVX-512 and a peak of 179, `w`, `wᵀ` and packed: 512 x 512 x 512 150, 148, 156;
+//! 128 x 1024 x 1024 138, 146, 174; 64 rows of that 131, 120, 170; 16 rows 79, 84, 140; 4 rows 46, 47, 49; 1 row 12, 15, 15.
+//!
 //! The loops are those of GotoBLAS (Goto and van de Geijn, 2008).
 
 use super::PANEL;

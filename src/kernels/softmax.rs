@@ -110,7 +110,7 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
             // Always the same vectors together, wherever the range begins: no bit may depend on it.
             let together = TOGETHER * S::LANES;
             for key in (first / together * together..end).step_by(together) {
-                row.to_powers::<MASKED, WHOLE>(key);
+                row.exponentiate::<MASKED, WHOLE>(key);
             }
             s.store(l, row.sum);
         }
@@ -150,7 +150,7 @@ impl<S: Simd> Row<'_, S> {
     /// # Safety
     /// As [`softmax`].
     #[inline(always)]
-    unsafe fn to_powers<const MASKED: bool, const WHOLE: bool>(&mut self, key: usize) {
+    unsafe fn exponentiate<const MASKED: bool, const WHOLE: bool>(&mut self, key: usize) {
         let s = self.s;
         // SAFETY: those that are in the range are readable and writable (contract).
         unsafe {
