@@ -47,6 +47,7 @@ mod sight;
 mod source;
 mod split;
 mod tables_backward;
+mod totals;
 mod walk;
 mod workspace;
 

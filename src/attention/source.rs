@@ -70,7 +70,9 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
         let next = next.map(|Coming { entry, kv_head, keys }| {
             let [k, v] = [self.k, self.v].map(|from| from.slice_move(s![entry, kv_head, keys.clone(), ..]));
             match (k.to_slice(), v.to_slice()) {
-                (Some(keys), Some(values)) => Next::InPlace { keys: Operand::Own(keys), values: Operand::Own(values) },
+                (Some(keys), Some(values)) => {
+                    Next::Contiguous { keys: Operand::Own(keys), values: Operand::Own(values) }
+                }
                 _ => Next::Rows([Upcoming::new(k), Upcoming::new(v)]),
             }
         });

@@ -7,7 +7,7 @@
 //!     for each group of 6 rows that can see the tile:                  `sight.rs`; those that see all of it at once
 //!         p <- q keys^T; |scale|, softcap, bias, mask; online softmax; dropout
 //!         context <- context + p values
-//! context <- context / sum; lse <- |scale| * m + ln(sum)     (m + ln(sum) with softcap or bias)
+//! context <- context / sum; lse <- |scale| * m + ln(sum)     (m + ln(sum) with softcap or bias), see `totals.rs`
 //! ```
 //!
 //! A row meets its keys in ascending order whatever the item, the group and the thread, so results do not depend on any
@@ -25,7 +25,7 @@ use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Block, Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, Upcoming,
+    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, Upcoming,
     rows_of_tile,
 };
 use crate::mask::HeadMask;
@@ -58,34 +58,6 @@ pub(super) struct State<'s, T> {
     pub(super) maxima: &'s mut [T],
     /// `[rows][16]` partial sums.
     pub(super) sums: &'s mut [T],
-}
-
-/// What a row's exponentials sum up to.
-pub(super) enum Total<T> {
-    /// `e^reference * total`
-    Keys { reference: T, total: T },
-    /// No key was seen: the sink, or -inf where there is none.
-    Sink(T),
-}
-
-impl<T: Element> Total<T> {
-    /// What the context is to be divided by.
-    pub(super) fn divisor(&self) -> T {
-        match *self {
-            Self::Keys { total, .. } => total,
-            // The context is zero.
-            Self::Sink(_) => T::one(),
-        }
-    }
-
-    pub(super) fn lse(&self) -> T {
-        match *self {
-            // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
-            Self::Keys { total, .. } if total == T::zero() => T::nan(),
-            Self::Keys { reference, total } => reference + total.ln(),
-            Self::Sink(sink) => sink,
-        }
-    }
 }
 
 impl<T: Copy> Call<'_, '_, T> {
@@ -150,16 +122,16 @@ struct Step {
 
 /// The walk of one item.
 pub(super) struct Walk<'p, 'a, T: 'static> {
-    call: &'p Call<'p, 'a, T>,
+    pub(super) call: &'p Call<'p, 'a, T>,
     kernels: &'static Kernels<T>,
-    at: Rows,
+    pub(super) at: Rows,
     /// The only query head of the rows, if they do not belong to all that read the KV head.
     only: Option<usize>,
     /// How many query heads share each position.
-    group: usize,
+    pub(super) group: usize,
     pub(super) rows: usize,
     /// Columns of a row of context.
-    width: usize,
+    pub(super) width: usize,
     /// The rules that all heads of the batch entry share.
     pub(super) mask: HeadMask<'p>,
     /// The biases of the rows, if they all belong to one head and lie in memory like that.
@@ -522,71 +494,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// What the maxima are counted in: products, or scores where something is done to them.
-    fn unit(&self) -> T {
+    pub(super) fn unit(&self) -> T {
         let Rules { softcap, bias, scale, .. } = self.call.rules;
         if softcap.is_some() || bias.is_some() { T::one() } else { split_scale(*scale).1 }
-    }
-
-    /// Writes the rows, which have met all their keys, to the block of an output that is theirs.
-    pub(super) fn write(&self, state: &mut State<'_, T>, block: &mut Block<'_, T>) {
-        let wants_lse = block.wants_lse();
-        let unit = self.unit();
-        for index in 0..self.group {
-            let Some(head) = (index < self.rows).then(|| self.row(index).0) else { continue };
-            let sink = self.call.rules.sink(head);
-            let Some(mut rows) = block.head(head) else { continue };
-            for (row, position) in (index..self.rows).step_by(self.group).zip(self.at.positions.clone()) {
-                let total = self.total(row, sink, unit, state);
-                let lse = if wants_lse { total.lse() } else { T::zero() };
-                let context = &state.context[row * self.width..][..self.call.dims.value_dim];
-                rows.write(position, context, total.divisor(), lse);
-            }
-        }
-    }
-
-    /// What a row that has met all its keys is to be divided by, the sink's share included.
-    #[inline(always)]
-    fn total(&self, row: usize, sink: Option<T>, unit: T, state: &mut State<'_, T>) -> Total<T> {
-        let maximum = state.maxima[row];
-        if maximum == T::neg_infinity() {
-            // The row has seen no key; its context is still zero.
-            return Total::Sink(sink.unwrap_or(maximum));
-        }
-        let mut total = sum_of_16(&state.sums[row * PANEL..][..PANEL]);
-        let maximum = maximum * unit;
-        let mut reference = maximum;
-        if let Some(sink) = sink {
-            reference = maximum.max(sink);
-            let shrink = (maximum - reference).exp();
-            total = total * shrink + (sink - reference).exp();
-            let context = &mut state.context[row * self.width..][..self.call.dims.value_dim];
-            context.iter_mut().for_each(|c| *c *= shrink);
-        }
-        Total::Keys { reference, total }
-    }
-
-    /// Adds what the same rows have met elsewhere: the numbers of a [`State::new`].
-    pub(super) fn add(&self, state: &mut State<'_, T>, numbers: &[T]) {
-        let width = self.width;
-        let (context, rest) = numbers.split_at(self.rows * width);
-        let (sums, maxima) = rest.split_at(self.rows * PANEL);
-        let unit = self.unit();
-        for row in 0..self.rows {
-            let other = maxima[row];
-            if other == T::neg_infinity() {
-                continue;
-            }
-            let maximum = &mut state.maxima[row];
-            let reference = maximum.max(other);
-            // A row that has seen nothing is zero, and e^-inf keeps it so.
-            let factors = [*maximum, other].map(|m| ((m - reference) * unit).exp());
-            *maximum = reference;
-            let weigh = |to: &mut [T], from: &[T]| {
-                to.iter_mut().zip(from).for_each(|(to, &from)| *to = *to * factors[0] + from * factors[1]);
-            };
-            weigh(&mut state.context[row * width..][..width], &context[row * width..][..width]);
-            weigh(&mut state.sums[row * PANEL..][..PANEL], &sums[row * PANEL..][..PANEL]);
-        }
     }
 }
 
@@ -594,15 +504,4 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 /// hidden scores are -inf and have to stay so.
 fn split_scale<T: Element>(scale: T) -> (T, T) {
     if scale == T::zero() { (T::zero(), T::one()) } else { (scale.signum(), scale.abs()) }
-}
-
-/// The sum of 16 partial sums, by halves: the order is fixed, and few additions wait for each other.
-fn sum_of_16<T: Element>(sums: &[T]) -> T {
-    let mut sums: [T; PANEL] = std::array::from_fn(|i| sums[i]);
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            sums[i] += sums[i + half];
-        }
-    }
-    sums[0]
 }
