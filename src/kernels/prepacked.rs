@@ -1,12 +1,13 @@
 //! Weights in the order in which products read them, for whoever multiplies with the same ones again and again.
 //!
 //! ```text
-//! [in, out] -> [⌈in/128⌉][⌈out/16⌉][128][16]     to[c][p][t][j] = w[128 c + t][16 p + j]
+//! [in, out] -> [⌈in/d⌉][⌈out/16⌉][d][16]     to[c][p][t][j] = w[d c + t][16 p + j]
 //! ```
 //!
-//! with zeros where there is no source; of the last rows there are as many as are left, rounded up to 16. A product walks
-//! this from end to end and can ask memory for what comes next, while rows of a matrix are pages apart and have to be copied
-//! first unless there are few. Every element has the bits that a `w` stored row by row gives: the sums run in the same order.
+//! with the depth `d` of the CPU's best level, 128 or 256, and zeros where there is no source; of the last rows there are as
+//! many as are left, rounded up to 16. A product walks this from end to end and can ask memory for what comes next, while rows
+//! of a matrix are pages apart and have to be copied first unless there are few. Every element has the bits that a `w` stored
+//! row by row gives: the sums run in the same order.
 //!
 //! One layer of d_model 1024, time with this against the time without (Zen 3, medians of interleaved rounds, one and two
 //! threads; up to 16 tokens 0.7 to 0.8 where the system has no huge pages, see `slab.rs`):
@@ -16,7 +17,7 @@
 //! | one thread | 0.57 | 0.46 | 0.60 | 0.85 | 0.98 |
 //! | two threads | 0.63 | 0.49 | 0.78 | 1.00 | 0.95 |
 
-use super::gemm::{DEPTH, Panels, chunks, is_unit};
+use super::gemm::{Panels, chunks, is_unit};
 use super::real::Real;
 use super::slab::Lot;
 use super::table::Kernels;
@@ -36,6 +37,8 @@ const ONE_GROUP_STRIP: usize = 512;
 pub(crate) struct Prepacked<T> {
     /// `[in, out]`
     dim: (usize, usize),
+    /// Terms of the sum that follow each other in a panel.
+    depth: usize,
     numbers: Lot<T>,
 }
 
@@ -57,12 +60,13 @@ impl<T: Real> Prepacked<T> {
 
     fn packed(w: ArrayView2<'_, T>, mut numbers: Lot<T>) -> Self {
         let dim = w.dim();
-        if numbers.is_empty() {
-            return Self { dim, numbers };
-        }
         let kernels = T::kernels(Level::best());
+        let depth = kernels.depth.max(1);
+        if numbers.is_empty() {
+            return Self { dim, depth, numbers };
+        }
         let mut left = &mut numbers[..];
-        for terms in chunks(0..dim.0, DEPTH) {
+        for terms in chunks(0..dim.0, depth) {
             let (rows, w) = (padded(terms.len()), w.slice(s![terms, ..]));
             let chunk;
             (chunk, left) = left.split_at_mut(rows * padded(dim.1));
@@ -72,7 +76,7 @@ impl<T: Real> Prepacked<T> {
                 kernels.pack_columns(w, rows * PANEL, chunk);
             }
         }
-        Self { dim, numbers }
+        Self { dim, depth, numbers }
     }
 
     /// `[in, out]`
@@ -116,9 +120,9 @@ impl<T: Real> Kernels<T> {
             out.fill(T::zero());
         }
         let width = if x.nrows() <= MAX_ROWS { ONE_GROUP_STRIP } else { STRIP };
-        for terms in chunks(0..w.dim.0, DEPTH) {
+        for terms in chunks(0..w.dim.0, w.depth) {
             let mut x = self.broadcast_operand(x.slice(s![.., terms.clone()]), columns.len(), copy);
-            let then = terms.end..w.dim.0.min(terms.end + DEPTH);
+            let then = terms.end..w.dim.0.min(terms.end + w.depth);
             for strip in chunks(columns.clone(), width) {
                 let b = w.panels(&terms, strip.start);
                 let next = if strip.end < columns.end {
@@ -130,7 +134,7 @@ impl<T: Real> Kernels<T> {
                 };
                 let out = out.slice_mut(s![.., strip.start - columns.start..strip.end - columns.start]);
                 // SAFETY: `x` has strides from 0 on (`broadcast_operand`), the panels hold the terms and the columns.
-                unsafe { self.product(&mut x, b, DEPTH, next, out, start) };
+                unsafe { self.product(&mut x, b, w.depth, next, out, start) };
             }
             start = Start::Add;
         }
