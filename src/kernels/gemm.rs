@@ -59,8 +59,11 @@ pub(super) const DEPTH: usize = 256;
 /// Columns of `w` that are packed at a time.
 const STRIP: usize = 512;
 
-/// From one panel of them to the next: a power of two apart, all would meet in the same few places of the cache.
-const STRIP_PANEL: usize = (DEPTH + 1) * PANEL;
+/// From one panel of so many terms of them to the next: a power of two apart, all would meet in the same few places of the
+/// cache.
+fn strip_panel(terms: usize) -> usize {
+    (terms.min(DEPTH).next_multiple_of(PANEL) + 1) * PANEL
+}
 
 /// Up to so many rows, sums of many terms with a transposed `w` are inner products; at no level are more rows few
 /// (`Kernels::few_rows`).
@@ -105,12 +108,12 @@ const PREPACKED_COLUMNS: usize = 128;
 /// `x`, or all of the few rows whose inner products are taken.
 fn operand_scratch(rows: usize, columns: usize, terms: usize) -> usize {
     let few = if rows <= INNER_ROWS { rows * terms } else { 0 };
-    few.max(strip_len(columns) + DEPTH * rows)
+    few.max(strip_len(columns, terms) + DEPTH.min(terms) * rows)
 }
 
 /// Elements of scratch for packed columns.
-fn strip_len(columns: usize) -> usize {
-    columns.min(STRIP).div_ceil(PANEL) * STRIP_PANEL
+fn strip_len(columns: usize, terms: usize) -> usize {
+    columns.min(STRIP).div_ceil(PANEL) * strip_panel(terms)
 }
 
 /// Elements of scratch for blocks of `out` of up to `rows` rows and `columns` columns: the operands, and the block
@@ -276,7 +279,7 @@ impl<T: Real> Kernels<T> {
         let streamed = if few { columns / PANEL * PANEL } else { 0 };
 
         for terms in chunks(0..depth, self.depth.clamp(1, DEPTH)) {
-            let (strip, copy) = scratch.split_at_mut(strip_len(columns));
+            let (strip, copy) = scratch.split_at_mut(strip_len(columns, depth));
             let mut x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), columns, copy);
             let w = w.slice_move(s![terms, ..]);
             if streamed > 0 {
@@ -330,8 +333,9 @@ impl<T: Real> Kernels<T> {
     /// At most `DEPTH` rows and `STRIP` columns of `w` in panels.
     fn pack_strip(&self, w: ArrayView2<'_, T>, strip: &mut [T]) -> Panels<T> {
         let panel = if is_unit(&w, 1) {
-            self.pack_columns(w, STRIP_PANEL, strip);
-            STRIP_PANEL
+            let panel = strip_panel(w.nrows());
+            self.pack_columns(w, panel, strip);
+            panel
         } else {
             self.pack_panels(w.reversed_axes(), strip);
             w.nrows() * PANEL
