@@ -68,13 +68,8 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
             false => Finite::NotAll,
         };
         let next = next.map(|Coming { entry, kv_head, keys }| {
-            let [k, v] = [self.k, self.v].map(|from| from.slice_move(s![entry, kv_head, keys.clone(), ..]));
-            match (k.to_slice(), v.to_slice()) {
-                (Some(keys), Some(values)) => {
-                    Next::Contiguous { keys: Operand::Own(keys), values: Operand::Own(values) }
-                }
-                _ => Next::Rows([Upcoming::new(k), Upcoming::new(v)]),
-            }
+            let next = s![entry, kv_head, keys, ..];
+            Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))])
         });
         Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next }
     }

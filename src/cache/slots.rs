@@ -196,7 +196,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         let next = next.and_then(|Coming { entry, kv_head, keys }| {
             let page = self.page(entry, keys.start).filter(|_| keys.start < self.lengths[entry])?;
             let [keys, values] = [page.keys(kv_head), page.values(kv_head)].map(S::operand);
-            Some(Next::Contiguous { keys, values })
+            Some(Next::InPlace { keys, values })
         });
         Packed { keys, values, finite, next }
     }

@@ -167,7 +167,7 @@ mod tests {
             let (k, v) = (numbers.vec::<T>(head_dim * KEYS), numbers.vec::<T>(KEYS * width));
             let (keys, values) = (Operand::Own(&k[..]), Operand::Own(&v[..]));
             // What is asked for ahead has no part in the result.
-            let next = at_once.then_some(Next::Contiguous { keys, values });
+            let next = at_once.then_some(Next::InPlace { keys, values });
             let (panels, groups) = (0..KEYS / PANEL, rows.div_ceil(MAX_ROWS));
             let (finite, output) = (Finite::All, None);
             let tile = KeyTile { keys, values, width, finite, panels, next, output, group: 0, groups };

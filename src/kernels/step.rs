@@ -77,9 +77,9 @@ pub(crate) struct KeyTile<'a, T> {
 /// The tile after, of which each group asks memory for its part.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Next<'a, T> {
-    /// Without gaps: the products ask for it as they go.
-    Contiguous { keys: Operand<'a, T>, values: Operand<'a, T> },
-    /// Rows of keys and of values with others between them.
+    /// It is read where it is: the products ask for what they will read next.
+    InPlace { keys: Operand<'a, T>, values: Operand<'a, T> },
+    /// It will be packed: rows of keys and of values.
     Rows([Upcoming; 2]),
 }
 
@@ -88,7 +88,7 @@ impl<T> Next<'_, T> {
     #[inline(always)]
     pub(super) fn keys(self, group: usize, groups: usize) -> Ahead {
         match self {
-            Self::Contiguous { keys, .. } => Ahead { from: keys.part(group, groups), share: groups },
+            Self::InPlace { keys, .. } => Ahead { from: keys.part(group, groups), share: groups },
             Self::Rows([keys, _]) => {
                 keys.fetch(group, groups);
                 Ahead::NOTHING
@@ -100,7 +100,7 @@ impl<T> Next<'_, T> {
     #[inline(always)]
     pub(super) fn values(self, group: usize, groups: usize) -> Ahead {
         match self {
-            Self::Contiguous { values, .. } => Ahead { from: values.part(group, groups), share: groups },
+            Self::InPlace { values, .. } => Ahead { from: values.part(group, groups), share: groups },
             Self::Rows([_, values]) => {
                 values.fetch(group, groups);
                 Ahead::NOTHING
