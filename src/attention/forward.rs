@@ -61,7 +61,7 @@ fn item<'p, T: Element>(
     scratch: &mut Scratch<T>,
 ) {
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
-    let walk = Walk::new(call, kernels, at).with_output(block.upcoming());
+    let walk = Walk::new(call, kernels, at).with_output(block.output());
     let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
     let [queries, context, maxima, sums, keys, values, scores, bias, relative, ..] = buffers;
     let rest = TileRoom { keys, values, scores, bias, relative, row_keys };

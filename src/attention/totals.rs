@@ -5,7 +5,7 @@ use crate::element::Element;
 use crate::kernels::{Block, PANEL};
 
 /// What a row's exponentials sum up to.
-pub(super) enum Total<T> {
+enum Total<T> {
     /// `e^reference * total`
     Keys { reference: T, total: T },
     /// No key was seen: the sink, or -inf where there is none.
@@ -14,7 +14,7 @@ pub(super) enum Total<T> {
 
 impl<T: Element> Total<T> {
     /// What the context is to be divided by.
-    pub(super) fn divisor(&self) -> T {
+    fn divisor(&self) -> T {
         match *self {
             Self::Keys { total, .. } => total,
             // The context is zero.
@@ -22,7 +22,7 @@ impl<T: Element> Total<T> {
         }
     }
 
-    pub(super) fn lse(&self) -> T {
+    fn lse(&self) -> T {
         match *self {
             // Visible scores that are all -inf (by overflow, not by a mask) have no softmax.
             Self::Keys { total, .. } if total == T::zero() => T::nan(),

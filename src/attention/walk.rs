@@ -87,8 +87,8 @@ impl<'s, T: Element> State<'s, T> {
     }
 }
 
-/// Numbers of keys and values that second-level caches may hold from the last one: where one row reads, they are there sooner
-/// than they could be asked for (8 heads of 512 keys, one token: 1.25 of the time; 32 heads of 4096 keys, which are asked for:
+/// So many numbers of keys and values may still be in the second-level caches when a call begins. One row that reads no more
+/// does not ask ahead: that would cost more than it saves (8 heads of 512 keys, one token: 1.25 of the time; 32 heads of 4096 keys, which are asked for:
 /// 0.93, in `bf16` 0.70; Emerald Rapids, two threads).
 const HOT_NUMBERS: f64 = (1 << 21) as f64;
 

@@ -2,7 +2,7 @@
 
 use super::exp::Powers;
 use super::real::Real;
-use super::simd::{Block, LATER, Simd, memory_ops, prefetch, transpose, vector_ops};
+use super::simd::{Block, Simd, memory_ops, transpose, vector_ops};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
@@ -25,6 +25,8 @@ impl Simd for Avx512<f32> {
     type Mask = __mmask16;
     const LANES: usize = 16;
     const MANY_REGISTERS: bool = true;
+    const ASKS_SECOND_LEVEL: bool = true;
+    const EXP2: &'static [f32] = f32::EXP2_FROM_ZERO;
 
     vector_ops! {
         splat(x: f32) -> __m512 = _mm512_set1_ps(x);
@@ -38,6 +40,14 @@ impl Simd for Avx512<f32> {
         min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
         lt(a: __m512, b: __m512) -> __mmask16 = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b);
         select(mask: __mmask16, a: __m512, b: __m512) -> __m512 = _mm512_mask_blend_ps(mask, b, a);
+        split_exponent(powers: &Powers<__m512>, x: __m512) -> (__m512, __m512) = {
+            let exponent = _mm512_mul_ps(x, powers.rate);
+            (exponent, _mm512_reduce_ps::<ROUND_DOWN>(exponent))
+        };
+        times_power(p: __m512, exponent: __m512) -> __m512 = {
+            let lowest = _mm512_set1_ps(f32::MIN_EXPONENT - 0.5);
+            _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(exponent, lowest), p, exponent)
+        };
         exponent_to_power(v: __m512) -> __m512 = _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(v)));
         interleave(a: __m512, b: __m512) -> (__m512, __m512) = {
             let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -56,30 +66,9 @@ impl Simd for Avx512<f32> {
     }
 
     #[inline(always)]
-    fn ask_ahead(self, line: *const u8) {
-        prefetch::<LATER>(line);
-    }
-
-    #[inline(always)]
     unsafe fn transpose_block(self, block: Block<f32>) {
         // SAFETY: the contract is the same.
         unsafe { transpose::<Self, 16, 16>(self, block) }
-    }
-
-    const EXP2: &'static [f32] = f32::EXP2_FROM_ZERO;
-
-    #[inline(always)]
-    fn split_exponent(self, powers: &Powers<Self::V>, x: Self::V) -> (Self::V, Self::V) {
-        let exponent = self.mul(x, powers.rate);
-        // SAFETY: `self` exists, so the CPU has the instructions.
-        (exponent, unsafe { _mm512_reduce_ps::<ROUND_DOWN>(exponent) })
-    }
-
-    #[inline(always)]
-    fn times_power(self, p: Self::V, exponent: Self::V) -> Self::V {
-        let lowest = self.splat(f32::MIN_EXPONENT - 1.0);
-        // SAFETY: `self` exists, so the CPU has the instructions.
-        unsafe { _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(exponent, lowest), p, exponent) }
     }
 
     #[inline(always)]
@@ -99,6 +88,8 @@ impl Simd for Avx512<f64> {
     type Mask = __mmask8;
     const LANES: usize = 8;
     const MANY_REGISTERS: bool = true;
+    const ASKS_SECOND_LEVEL: bool = true;
+    const EXP2: &'static [f64] = f64::EXP2_FROM_ZERO;
 
     vector_ops! {
         splat(x: f64) -> __m512d = _mm512_set1_pd(x);
@@ -112,6 +103,14 @@ impl Simd for Avx512<f64> {
         min(a: __m512d, b: __m512d) -> __m512d = _mm512_min_pd(a, b);
         lt(a: __m512d, b: __m512d) -> __mmask8 = _mm512_cmp_pd_mask::<_CMP_LT_OQ>(a, b);
         select(mask: __mmask8, a: __m512d, b: __m512d) -> __m512d = _mm512_mask_blend_pd(mask, b, a);
+        split_exponent(powers: &Powers<__m512d>, x: __m512d) -> (__m512d, __m512d) = {
+            let exponent = _mm512_mul_pd(x, powers.rate);
+            (exponent, _mm512_reduce_pd::<ROUND_DOWN>(exponent))
+        };
+        times_power(p: __m512d, exponent: __m512d) -> __m512d = {
+            let lowest = _mm512_set1_pd(f64::MIN_EXPONENT - 0.5);
+            _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask::<_CMP_NLT_UQ>(exponent, lowest), p, exponent)
+        };
         exponent_to_power(v: __m512d) -> __m512d = _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(v)));
         interleave(a: __m512d, b: __m512d) -> (__m512d, __m512d) = {
             let low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
@@ -130,30 +129,9 @@ impl Simd for Avx512<f64> {
     }
 
     #[inline(always)]
-    fn ask_ahead(self, line: *const u8) {
-        prefetch::<LATER>(line);
-    }
-
-    #[inline(always)]
     unsafe fn transpose_block(self, block: Block<f64>) {
         // SAFETY: the contract is the same.
         unsafe { transpose::<Self, 8, 8>(self, block) }
-    }
-
-    const EXP2: &'static [f64] = f64::EXP2_FROM_ZERO;
-
-    #[inline(always)]
-    fn split_exponent(self, powers: &Powers<Self::V>, x: Self::V) -> (Self::V, Self::V) {
-        let exponent = self.mul(x, powers.rate);
-        // SAFETY: `self` exists, so the CPU has the instructions.
-        (exponent, unsafe { _mm512_reduce_pd::<ROUND_DOWN>(exponent) })
-    }
-
-    #[inline(always)]
-    fn times_power(self, p: Self::V, exponent: Self::V) -> Self::V {
-        let lowest = self.splat(f64::MIN_EXPONENT - 1.0);
-        // SAFETY: `self` exists, so the CPU has the instructions.
-        unsafe { _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask::<_CMP_NLT_UQ>(exponent, lowest), p, exponent) }
     }
 
     #[inline(always)]

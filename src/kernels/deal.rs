@@ -105,8 +105,8 @@ impl<T: Real> Block<'_, T> {
         self.positions.clone()
     }
 
-    /// The rows of the first head, which are all unless it shares the KV head with others.
-    pub(crate) fn upcoming(&self) -> Option<Upcoming> {
+    /// Where the rows of the first head will be written, which are all unless it shares the KV head with others.
+    pub(crate) fn output(&self) -> Option<Upcoming> {
         let deal = self.deal;
         let head = deal.heads.query_heads(self.kv_head).next()?;
         let rows = &deal.context;

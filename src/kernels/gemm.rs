@@ -8,9 +8,9 @@
 //! in one order for every element, so the cut changes no bit of the result.
 //!
 //! * Many rows: for each 128 or 256 terms of the sum, the columns of `w` are packed to panels (in `f32` 128 KiB for 128 terms
-//!   of 256 columns: they stay in the second-level cache, which feeds the multipliers as well as the first), and every group of 6 rows of `x`
-//!   meets them. A `w` that is stored transposed is packed by transposing, at about the same cost. Packing takes the time of
-//!   reading `w` and is worth it from a few rows on; the more rows a block has, the less of it is left.
+//!   of 256 columns: they stay in the second-level cache, which feeds the multipliers as well as the first), and every group
+//!   of 6 rows of `x` meets them. A `w` that is stored transposed is packed by transposing, at about the same cost. Packing
+//!   takes the time of reading `w` and is worth it from a few rows on; the more rows a block has, the less of it is left.
 //! * Few rows: copying would cost more than it saves, and the time is that of reading `w`. It is read once, where it is,
 //!   a few whole rows at a time. How many rows are few depends on the level: with registers of four cache lines it pays
 //!   up to 12 rows; with AVX2 (Zen 3, 1024 x 1024) 4 rows take 0.38 ms so and 0.25 ms packed, 1 row 0.14 and 0.18 ms.
@@ -52,9 +52,14 @@ use super::upcoming::Upcoming;
 use ndarray::{ArrayView1, ArrayView2, ArrayViewMut2, Axis, s};
 use std::ops::Range;
 
-/// Most terms of the sum for which `w` is packed at a time. How many they are is the level's ([`Kernels::depth`]): AVX-512 takes
-/// 256, with second-level caches of 1 MiB and more (3 % less time for 512 and 1024 tokens than 128, Emerald Rapids).
-pub(super) const DEPTH: usize = 256;
+/// Most terms of the sum for which `w` is packed at a time.
+const DEPTH: usize = 256;
+
+/// How many they are with vectors of so many bytes. AVX-512 comes with second-level caches of 1 MiB and more: 256 terms take
+/// 5 % less time than 128 for layers of 512 and 1024 tokens (Emerald Rapids, two threads).
+pub(super) const fn depth(vector: usize) -> usize {
+    if vector < 64 { DEPTH / 2 } else { DEPTH }
+}
 
 /// Columns of `w` that are packed at a time.
 const STRIP: usize = 512;
@@ -278,7 +283,7 @@ impl<T: Real> Kernels<T> {
         let few = x.nrows() <= self.few_rows && is_unit(&w, 1) && is_forward(&w);
         let streamed = if few { columns / PANEL * PANEL } else { 0 };
 
-        for terms in chunks(0..depth, self.depth.clamp(1, DEPTH)) {
+        for terms in chunks(0..depth, self.depth) {
             let (strip, copy) = scratch.split_at_mut(strip_len(columns, depth));
             let mut x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), columns, copy);
             let w = w.slice_move(s![terms, ..]);

@@ -61,7 +61,7 @@ impl<T: Real> Prepacked<T> {
     fn packed(w: ArrayView2<'_, T>, mut numbers: Lot<T>) -> Self {
         let dim = w.dim();
         let kernels = T::kernels(Level::best());
-        let depth = kernels.depth.max(1);
+        let depth = kernels.depth;
         if numbers.is_empty() {
             return Self { dim, depth, numbers };
         }

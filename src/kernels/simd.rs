@@ -58,6 +58,11 @@ pub(crate) trait Simd: Copy {
     /// Whether there are 32 registers and not 16.
     const MANY_REGISTERS: bool = false;
 
+    /// Whether [`Simd::ask_ahead`] asks for the second-level cache and not the first. AVX-512 comes with 1 MiB of it and more.
+    /// (One token of 32 heads on 8 against 32768 keys: asked for the second level 13 instead of 12.5 ms on a Zen 3, 9.2 instead
+    /// of 10.8 ms on an Emerald Rapids; in `bf16` 7.5 instead of 6.5 and 5.6 instead of 6.2 ms.)
+    const ASKS_SECOND_LEVEL: bool = false;
+
     fn splat(self, x: Self::Elem) -> Self::V;
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
@@ -138,13 +143,10 @@ pub(crate) trait Simd: Copy {
     /// `n <= LANES`, and `p` must be valid for writing `n` elements.
     unsafe fn store_partial(self, p: *mut Self::Elem, v: Self::V, n: usize);
 
-    /// Asks for a line that a product reads after what it reads now: up to 64 KiB later. Into the first-level cache; AVX-512
-    /// comes with second-level caches of 1 MiB and more, and asks for that. (One token of 32 heads on 8 against 32768 keys:
-    /// into the second level 13 instead of 12.5 ms on a Zen 3, 9.2 instead of 10.8 ms on an Emerald Rapids; in `bf16` 7.5
-    /// instead of 6.5 and 5.6 instead of 6.2 ms.)
+    /// Asks for a line that a product reads after what it reads now: up to 64 KiB later.
     #[inline(always)]
     fn ask_ahead(self, line: *const u8) {
-        prefetch::<NEXT>(line);
+        if Self::ASKS_SECOND_LEVEL { prefetch::<LATER>(line) } else { prefetch::<NEXT>(line) }
     }
 
     /// Transposes a block of `LANES x LANES`: [`transpose`] with the constants filled in.

@@ -14,7 +14,7 @@ use super::portable::Portable;
 use super::softmax::{self, Softmax};
 use super::tile::{self, Tile};
 use super::values::{self, Values};
-use super::{KEYS, PANEL, divide, exp, peak};
+use super::{KEYS, PANEL, divide, exp, gemm, peak};
 #[cfg(feature = "half")]
 use half::{bf16, f16};
 use ndarray::ArrayView2;
@@ -55,15 +55,15 @@ pub(crate) struct Kernels<T: 'static> {
 
 /// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
 macro_rules! level {
-    ($module:ident, $f32:expr, $f64:expr, NV = [$nv:literal, $medium:literal, $wide:literal, $widest:literal], NR = $nr:literal, BYTES = $bytes:literal, FEW = $few:literal, DEPTH = $depth:literal $(, $features:literal)?) => {
+    ($module:ident, $f32:expr, $f64:expr, NV = [$nv:literal, $medium:literal, $wide:literal, $widest:literal], NR = $nr:literal, BYTES = $bytes:literal, FEW = $few:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
-            level!(@table F32, f32, $f32, [$nv, $medium, $wide, $widest], $nr, $bytes, $few, $depth $(, $features)?);
-            level!(@table F64, f64, $f64, [$nv, $medium, $wide, $widest], $nr, $bytes, $few, $depth $(, $features)?);
+            level!(@table F32, f32, $f32, [$nv, $medium, $wide, $widest], $nr, $bytes, $few $(, $features)?);
+            level!(@table F64, f64, $f64, [$nv, $medium, $wide, $widest], $nr, $bytes, $few $(, $features)?);
         }
     };
-    (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal, $depth:literal $(, $features:literal)?) => {
+    (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal $(, $features:literal)?) => {
         pub(super) static $name: Kernels<$t> = {
             level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, _, $nv, $medium, $wide, $widest>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
@@ -86,7 +86,7 @@ macro_rules! level {
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
             #[cfg(feature = "half")]
             let halves = level!(@halves $t, $token, [$nv, $medium, $wide, $widest] $(, $features)?);
-            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, depth: $depth, #[cfg(feature = "half")] halves }
+            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, depth: gemm::depth($bytes), #[cfg(feature = "half")] halves }
         };
     };
     (@halves f32, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
@@ -117,7 +117,6 @@ level!(
     NR = 8,
     BYTES = 64,
     FEW = 12,
-    DEPTH = 256,
     "avx512f,avx512dq,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
@@ -129,31 +128,12 @@ level!(
     NR = 4,
     BYTES = 32,
     FEW = 3,
-    DEPTH = 128,
     "avx2,fma,f16c"
 );
 #[cfg(target_arch = "aarch64")]
-level!(
-    portable,
-    Portable::<f32, 4>::NEW,
-    Portable::<f64, 2>::NEW,
-    NV = [4, 4, 8, 16],
-    NR = 8,
-    BYTES = 16,
-    FEW = 3,
-    DEPTH = 128
-);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [4, 4, 8, 16], NR = 8, BYTES = 16, FEW = 3);
 #[cfg(not(target_arch = "aarch64"))]
-level!(
-    portable,
-    Portable::<f32, 4>::NEW,
-    Portable::<f64, 2>::NEW,
-    NV = [2, 3, 4, 8],
-    NR = 4,
-    BYTES = 16,
-    FEW = 3,
-    DEPTH = 128
-);
+level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [2, 3, 4, 8], NR = 4, BYTES = 16, FEW = 3);
 
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
