@@ -88,28 +88,27 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
         // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
         unsafe {
             let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
-            let m = &mut *a.m.add(row);
-            if *m == S::Elem::neg_infinity() {
+            let (m, l) = (&mut *a.m.add(row), a.l.add(row * PANEL));
+            let mut row = Row { s, a, powers, rate, row, first, end, visible, m, sum: s.load(l) };
+            // Always the same vectors together, wherever the range begins: no bit may depend on it.
+            let together = TOGETHER * S::LANES;
+            let keys = (first / together * together..end).step_by(together);
+            if *row.m == S::Elem::neg_infinity() {
                 cold();
-                let p = a.p.add(row * KEYS);
                 if MASKED && visible & key_bits(first, end) == 0 {
                     for key in (first..end).step_by(S::LANES) {
-                        s.store(p.add(key), s.zero());
+                        s.store(a.p.add(row.row * KEYS + key), s.zero());
                     }
                     continue;
                 }
                 let mut top = s.splat(S::Elem::neg_infinity());
-                for key in (first..end).step_by(S::LANES) {
-                    top = s.max(scores::<S, MASKED>(s, p, visible, key), top);
+                for key in keys.clone() {
+                    top = row.scores::<MASKED, WHOLE>(key).into_iter().fold(top, |top, x| s.max(x, top));
                 }
                 // Finite from now on, also if every visible score is -inf.
-                *m = s.reduce_max(top).max(S::Elem::min_value());
+                *row.m = s.reduce_max(top).max(S::Elem::min_value());
             }
-            let l = a.l.add(row * PANEL);
-            let mut row = Row { s, a, powers, rate, row, first, end, visible, m, sum: s.load(l) };
-            // Always the same vectors together, wherever the range begins: no bit may depend on it.
-            let together = TOGETHER * S::LANES;
-            for key in (first / together * together..end).step_by(together) {
+            for key in keys {
                 row.exponentiate::<MASKED, WHOLE>(key);
             }
             s.store(l, row.sum);
@@ -117,18 +116,7 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
     }
 }
 
-/// The scores of a vector of keys from `key` on; -inf if they are hidden.
-///
-/// # Safety
-/// `p` must be valid for reading `LANES` elements from `key` on.
-#[inline(always)]
-unsafe fn scores<S: Simd, const MASKED: bool>(s: S, p: *const S::Elem, visible: u64, key: usize) -> S::V {
-    // SAFETY: the contract is the same.
-    let x = unsafe { s.load(p.add(key)) };
-    if MASKED { s.select(s.mask_from_bits(visible >> key), x, s.splat(S::Elem::neg_infinity())) } else { x }
-}
-
-/// A row whose reference is known.
+/// A row that meets the keys of the range.
 struct Row<'a, S: Simd> {
     s: S,
     a: &'a Softmax<S::Elem>,
@@ -185,12 +173,16 @@ impl<S: Simd> Row<'_, S> {
     #[inline(always)]
     unsafe fn scores<const MASKED: bool, const WHOLE: bool>(&self, key: usize) -> [S::V; TOGETHER] {
         let s = self.s;
-        let mut x = [s.splat(S::Elem::neg_infinity()); TOGETHER];
+        let nothing = s.splat(S::Elem::neg_infinity());
+        let mut x = [nothing; TOGETHER];
         for (v, x) in x.iter_mut().enumerate() {
             let key = key + v * S::LANES;
             if WHOLE || self.counts(key) {
                 // SAFETY: the vector is readable (contract).
-                *x = unsafe { scores::<S, MASKED>(s, self.a.p.add(self.row * KEYS), self.visible, key) };
+                *x = unsafe { s.load(self.a.p.add(self.row * KEYS + key)) };
+                if MASKED {
+                    *x = s.select(s.mask_from_bits(self.visible >> key), *x, nothing);
+                }
             }
         }
         x
