@@ -17,6 +17,9 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Level {
+    /// [`Level::Avx512`] with the matrix unit AMX, for products of `f32` with many rows: each is six products of `bf16`, whose
+    /// sum is no less exact. Linux is asked once, for the whole process, to let it use the unit.
+    Amx,
     /// x86-64 with AVX-512 F and DQ: vectors of 64 bytes.
     Avx512,
     /// x86-64 with AVX2, FMA and F16C: vectors of 32 bytes.
@@ -29,14 +32,14 @@ pub enum Level {
 ///
 /// ```
 /// let error = "avx1024".parse::<multihead::Level>().unwrap_err();
-/// assert_eq!(error.to_string(), "level: expected one of avx512, avx2, portable, got avx1024");
+/// assert_eq!(error.to_string(), "level: expected one of amx, avx512, avx2, portable, got avx1024");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("level: expected one of avx512, avx2, portable, got {0}")]
+#[error("level: expected one of amx, avx512, avx2, portable, got {0}")]
 pub struct UnknownLevel(String);
 
 /// Every level, best first.
-const ALL: [Level; 3] = [Level::Avx512, Level::Avx2, Level::Portable];
+const ALL: [Level; 4] = [Level::Amx, Level::Avx512, Level::Avx2, Level::Portable];
 
 impl Level {
     /// Every level this CPU can run, best first. The last one is always [`Level::Portable`].
@@ -48,13 +51,13 @@ impl Level {
     #[must_use]
     pub fn available() -> &'static [Self] {
         let missing = ALL.iter().take_while(|level| !level.is_available());
-        // AVX-512 implies AVX2 on every CPU that exists, so what is available is a suffix of `ALL`.
+        // Each of them is checked for what the next one needs, so what is available is a suffix of `ALL`.
         &ALL[missing.count()..]
     }
 
     /// The level used when none is asked for: the first of [`Level::available`].
     ///
-    /// The environment variable `MULTIHEAD_LEVEL` (`avx512`, `avx2` or `portable`) chooses another one for the whole
+    /// The environment variable `MULTIHEAD_LEVEL` (`amx`, `avx512`, `avx2` or `portable`) chooses another one for the whole
     /// process. It is read once; a name that is unknown, or that this CPU cannot run, is ignored.
     ///
     /// ```
@@ -79,6 +82,8 @@ impl Level {
     pub fn is_available(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512.is_available() && super::amx::is_available(),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512dq") && Self::Avx2.is_available()
             }
@@ -95,6 +100,7 @@ impl Level {
     /// The name that [`FromStr`] reads.
     const fn name(self) -> &'static str {
         match self {
+            Self::Amx => "amx",
             Self::Avx512 => "avx512",
             Self::Avx2 => "avx2",
             Self::Portable => "portable",

@@ -12,6 +12,7 @@
 //! | `normal.rs` | GELU by the normal distribution |
 //! | `norm.rs` | rows to their norms |
 //! | `tile.rs` | products: a few rows in registers |
+//! | `matrix.rs`, `amx.rs` | products: many rows by a matrix unit |
 //! | `operand.rs`, `halves.rs` | operands of 16 bits |
 //! | `dots.rs` | products of few rows with a matrix stored transposed |
 //! | `pack.rs` | copies into the layouts that products read |
@@ -50,6 +51,7 @@ mod gemm;
 mod halves;
 mod level;
 mod lines;
+mod matrix;
 mod mods;
 mod norm;
 mod normal;
@@ -74,6 +76,8 @@ mod tile;
 mod upcoming;
 mod values;
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

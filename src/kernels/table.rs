@@ -6,6 +6,7 @@ use super::dropout::{self, Dropping};
 #[cfg(feature = "half")]
 use super::halves::{self, Halves};
 use super::level::Level;
+use super::matrix::Matrix;
 use super::norm::{self, NormInput, RowRule};
 use super::normal;
 use super::pack::{self, Pack};
@@ -51,9 +52,11 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) few_rows: usize,
     /// For so many terms of a projection's sums, its weights are packed at a time.
     pub(super) depth: usize,
+    /// What multiplies many rows, if there is one.
+    pub(super) matrix: Option<Matrix<T>>,
 }
 
-/// Compiles the kernels for a token, and collects them in the statics `F32` and `F64` of a module.
+/// Compiles the kernels for a token, and collects them in the constants `F32` and `F64` of a module.
 macro_rules! level {
     ($module:ident, $f32:expr, $f64:expr, NV = [$nv:literal, $medium:literal, $wide:literal, $widest:literal], NR = $nr:literal, BYTES = $bytes:literal, FEW = $few:literal $(, $features:literal)?) => {
         mod $module {
@@ -64,7 +67,7 @@ macro_rules! level {
         }
     };
     (@table $name:ident, $t:ident, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal], $nr:literal, $bytes:literal, $few:literal $(, $features:literal)?) => {
-        pub(super) static $name: Kernels<$t> = {
+        pub(super) const $name: Kernels<$t> = {
             level!(@entry $token $(, $features)?, tile(a: &Tile<$t>) -> () = tile::tile::<_, _, $nv, $medium, $wide, $widest>);
             level!(@entry $token $(, $features)?, dots(a: &Dots<$t>) -> () = dots::dots::<_, $nr>);
             level!(@entry $token $(, $features)?, softmax(a: &Softmax<$t>) -> () = softmax::softmax);
@@ -86,7 +89,7 @@ macro_rules! level {
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
             #[cfg(feature = "half")]
             let halves = level!(@halves $t, $token, [$nv, $medium, $wide, $widest] $(, $features)?);
-            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, depth: gemm::depth($bytes), #[cfg(feature = "half")] halves }
+            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, depth: gemm::depth($bytes), matrix: None, #[cfg(feature = "half")] halves }
         };
     };
     (@halves f32, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
@@ -136,12 +139,24 @@ level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [4, 4, 8
 level!(portable, Portable::<f32, 4>::NEW, Portable::<f64, 2>::NEW, NV = [2, 3, 4, 8], NR = 4, BYTES = 16, FEW = 3);
 
 #[cfg(target_arch = "x86_64")]
-use super::{avx2::Avx2, avx512::Avx512};
+use super::{amx, avx2::Avx2, avx512::Avx512};
+
+/// Products of many rows by the matrix unit, everything else by AVX-512.
+#[cfg(target_arch = "x86_64")]
+mod avx512_with_amx {
+    use super::{Kernels, amx, avx512};
+
+    pub(super) const F32: Kernels<f32> = Kernels { matrix: Some(amx::MATRIX), ..avx512::F32 };
+    /// The unit does not multiply them.
+    pub(super) const F64: Kernels<f64> = avx512::F64;
+}
 
 /// The table of a level that the CPU has, or the portable one.
 macro_rules! table {
     ($level:expr, $name:ident) => {
         match $level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx if Level::Amx.is_available() => &avx512_with_amx::$name,
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 if Level::Avx512.is_available() => &avx512::$name,
             #[cfg(target_arch = "x86_64")]
