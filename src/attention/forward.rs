@@ -63,10 +63,26 @@ fn item<'p, T: Element>(
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
     let walk = Walk::new(call, kernels, at).with_output(block.output());
     let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
-    let [queries, context, maxima, sums, keys, values, scores, bias, relative, ..] = buffers;
-    let rest = TileRoom { keys, values, scores, bias, relative, row_keys };
+    let [
+        queries,
+        context,
+        maxima,
+        sums,
+        keys,
+        values,
+        scores,
+        bias,
+        relative,
+        split_queries,
+        split_keys,
+        split_values,
+        weights,
+        ..,
+    ] = buffers;
+    let split = [split_keys, split_values];
+    let rest = TileRoom { keys, values, split, scores, weights, bias, relative, row_keys };
     let mut state = State { context, maxima, sums };
     state.clear();
-    walk.run(walk.tiles(), after, &mut state, Room { queries, rest });
+    walk.run(walk.tiles(), after, &mut state, Room { queries, split_queries, rest });
     walk.write(&mut state, &mut block);
 }

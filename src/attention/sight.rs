@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::walk::Walk;
 use crate::element::Element;
-use crate::kernels::{KEYS, MAX_ROWS, PANEL, key_bits};
+use crate::kernels::{BLOCK_ROWS, KEYS, MAX_ROWS, PANEL, key_bits};
 
 /// What a group of rows sees of a tile.
 pub(super) struct Sight {
@@ -118,6 +118,48 @@ impl<T: Element> Walk<'_, '_, T> {
         let all = key_bits(panels.start * PANEL, panels.end * PANEL);
         let partial = bits[..rows.len()].iter().any(|bits| bits & all != all);
         Some(Sight { panels, bits: partial.then_some(bits) })
+    }
+}
+
+/// What the groups of a block of rows see of a tile.
+pub(super) struct BlockSight {
+    pub(super) rows: Range<usize>,
+    /// Of each group, what it sees, if it sees any of it.
+    pub(super) groups: [Option<Sight>; BLOCK_ROWS / MAX_ROWS],
+    /// The panels that some group sees.
+    pub(super) panels: Range<usize>,
+}
+
+impl<T: Element> Walk<'_, '_, T> {
+    /// What up to `most` rows from `first` on see of the keys `keys` of a tile. With `runs`, the rows end before a run of rows
+    /// that see all keys.
+    pub(super) fn block_sight(
+        &self,
+        seeing: &mut Seeing,
+        first: usize,
+        keys: Range<usize>,
+        most: usize,
+        runs: bool,
+    ) -> BlockSight {
+        let end = seeing.some.end.min(first + most.min(BLOCK_ROWS));
+        let mut block = BlockSight { rows: first..first, groups: Default::default(), panels: KEYS / PANEL..0 };
+        for sight in &mut block.groups {
+            let row = block.rows.end;
+            if row >= end {
+                break;
+            }
+            let all = row < self.run_of_all(seeing, row, keys.start / KEYS);
+            if all && runs && row > first {
+                break;
+            }
+            block.rows.end = end.min(row + MAX_ROWS);
+            *sight = if all { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
+            if let Some(sight) = sight {
+                let panels = &mut block.panels;
+                *panels = panels.start.min(sight.panels.start)..panels.end.max(sight.panels.end);
+            }
+        }
+        block
     }
 }
 

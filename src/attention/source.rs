@@ -4,7 +4,7 @@ use ndarray::{ArrayView4, s};
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, PANEL, Upcoming};
+use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, PANEL, SplitTile, Upcoming};
 
 /// A tile of keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +13,8 @@ pub(crate) struct Packed<'a, T> {
     pub(crate) keys: Operand<'a, T>,
     /// `[width / 16][64][16]`; in the type that is computed in, unless all of them are finite.
     pub(crate) values: Operand<'a, T>,
+    /// Both of them once more, if the walk has split them for the matrix unit.
+    pub(crate) split: Option<SplitTile<'a, T>>,
     pub(crate) finite: Finite,
     /// The keys and values of the tile after.
     pub(crate) next: Option<Next<'a, T>>,
@@ -71,6 +73,6 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
             let next = s![entry, kv_head, keys, ..];
             Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))])
         });
-        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite, next }
+        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), split: None, finite, next }
     }
 }

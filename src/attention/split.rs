@@ -86,7 +86,22 @@ pub(super) fn forward<'p, T: Element>(
     let blocks = Blocks::new(states.view_mut(), 1, numbers);
     parallel::for_each_worker(workers, |scratch| {
         let (buffers, row_keys) = scratch.parts(&size.lengths());
-        let [queries, _, _, _, keys, values, scores, bias, relative, ..] = buffers;
+        let [
+            queries,
+            _,
+            _,
+            _,
+            keys,
+            values,
+            scores,
+            bias,
+            relative,
+            split_queries,
+            split_keys,
+            split_values,
+            weights,
+            ..,
+        ] = buffers;
         while let Some(part) = blocks.next() {
             let (group, index) = (part.rows.start / chunks, part.rows.start % chunks);
             let walk = walk(group / heads.num_read(), group % heads.num_read());
@@ -97,12 +112,14 @@ pub(super) fn forward<'p, T: Element>(
             let rest = TileRoom {
                 keys: &mut *keys,
                 values: &mut *values,
+                split: [&mut *split_keys, &mut *split_values],
                 scores: &mut *scores,
+                weights: &mut *weights,
                 bias: &mut *bias,
                 relative: &mut *relative,
                 row_keys: &mut *row_keys,
             };
-            let room = Room { queries: &mut *queries, rest };
+            let room = Room { queries: &mut *queries, split_queries: &mut *split_queries, rest };
             walk.run(first..first + chunk_tiles, None, &mut state, room);
         }
     });

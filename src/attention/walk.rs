@@ -20,13 +20,13 @@ use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
 use super::relative_keys::RelativeKeys;
-use super::sight::Seeing;
+use super::sight::{BlockSight, Seeing};
 use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring, Upcoming,
-    rows_of_tile,
+    BLOCK_ROWS, Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring,
+    SplitQueries, Upcoming, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -96,21 +96,44 @@ const HOT_NUMBERS: f64 = (1 << 21) as f64;
 pub(super) struct Room<'s, T> {
     /// `[rows][head_dim]`
     pub(super) queries: &'s mut [T],
+    /// The same, split for the matrix unit, if there is one.
+    pub(super) split_queries: &'s mut [T],
     pub(super) rest: TileRoom<'s, T>,
+}
+
+/// The packed queries of a walk.
+#[derive(Clone, Copy)]
+struct Asking<'s, T> {
+    /// `[rows][head_dim]`
+    rows: &'s [T],
+    split: Option<SplitQueries<'s, T>>,
 }
 
 /// What each tile needs.
 pub(super) struct TileRoom<'s, T> {
     pub(super) keys: &'s mut [T],
     pub(super) values: &'s mut [T],
-    /// `[2][6][64]`
+    /// Both, split for the matrix unit.
+    pub(super) split: [&'s mut [T]; 2],
+    /// `[2][6][64]`, or as the matrix unit wants it.
     pub(super) scores: &'s mut [T],
+    /// For the matrix unit.
+    pub(super) weights: &'s mut [T],
     /// `[6][64]`, if there is a bias.
     pub(super) bias: &'s mut [T],
     /// `[rows][distances]`, if there are relative keys.
     pub(super) relative: &'s mut [T],
     /// `[rows]`, if there is dropout.
     pub(super) row_keys: &'s mut Vec<RowKey>,
+}
+
+/// What the rows of a block need besides the packed tile.
+struct RowsRoom<'r, 's, T> {
+    scores: &'r mut &'s mut [T],
+    weights: &'r mut &'s mut [T],
+    bias: &'r mut &'s mut [T],
+    relative: &'r mut &'s mut [T],
+    row_keys: &'r mut &'s mut Vec<RowKey>,
 }
 
 /// One tile of keys, and what memory is asked for while the rows meet them.
@@ -138,6 +161,8 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
     lines: Option<Lines<'a, T>>,
     /// Where the rows are written in the end.
     output: Option<Upcoming>,
+    /// Whether products are made by the matrix unit.
+    unit: bool,
 }
 
 impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
@@ -159,8 +184,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         group: usize,
     ) -> Self {
         let (rows, mask) = (at.positions.len() * group, call.rules.mask(at.entry));
-        let width = ItemSize::new(rows, call.dims, call.rules).width();
-        Self { call, kernels, at, only, group, rows, width, mask, lines: None, output: None }.with_lines()
+        let size = ItemSize::new(rows, call.dims, call.rules);
+        let (width, unit) = (size.width(), size.unit);
+        Self { call, kernels, at, only, group, rows, width, mask, lines: None, output: None, unit }.with_lines()
     }
 
     fn with_lines(self) -> Self {
@@ -225,7 +251,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             return;
         }
         let Call { dims, rules, .. } = self.call;
-        let Room { queries, mut rest } = room;
+        let Room { queries, split_queries, mut rest } = room;
         let queries = self.queries(queries);
         if let Some(dropout) = &rules.dropout {
             self.fill_row_keys(dropout, rest.row_keys);
@@ -238,6 +264,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let first = self.call.tiles(&rules.mask(entry), positions).start;
             Coming { entry, kv_head, keys: keys_of(first) }
         });
+        let split = self.unit.then(|| self.kernels.split_queries(queries, [self.rows, dims.head_dim], split_queries));
+        let queries = Asking { rows: queries, split: split.flatten() };
         let whole = self.whole_tiles();
         let asks = self.rows > 1 || dims.kv_numbers() > HOT_NUMBERS;
         // Dense rules hide keys of any tile.
@@ -266,11 +294,18 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     /// Meets the keys of one tile that all rows see, as most tiles are: what [`Walk::tile`] does then, without a question of
     /// who sees what, which is a sixth of the time of a token's tile. Does nothing and returns false where
     /// [`Kernels::attend_rows`] does.
-    fn whole_tile(&self, step: &Step, queries: &[T], state: &mut State<'_, T>, room: &mut TileRoom<'_, T>) -> bool {
+    fn whole_tile(
+        &self,
+        step: &Step,
+        queries: Asking<'_, T>,
+        state: &mut State<'_, T>,
+        room: &mut TileRoom<'_, T>,
+    ) -> bool {
+        let TileRoom { keys, values, split, scores, weights, .. } = room;
         let groups = self.rows.div_ceil(MAX_ROWS);
-        let from = self.unpack(step, groups, [&mut *room.keys, &mut *room.values]);
+        let from = self.unpack(step, groups, [keys, values], split, weights);
         let tile = self.key_tile(from, step.output, 0..KEYS / PANEL, 0, groups);
-        self.meet_at_once(&tile, step.keys.start, self.group(0..self.rows, queries, state, room.scores), 0)
+        self.meet_at_once(&tile, step.keys.start, self.group(0..self.rows, queries, state, [scores, weights]), 0)
     }
 
     /// [`Kernels::attend_rows`] with the rules of the walk: `rows` from `row` on meet the tile whose first key is `first`.
@@ -286,64 +321,124 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         &self,
         step: Step,
         mut seeing: Seeing,
-        queries: &[T],
+        queries: Asking<'_, T>,
         state: &mut State<'_, T>,
         room: &mut TileRoom<'_, T>,
     ) {
-        let (rules, range) = (self.call.rules, step.keys.clone());
-        let at_once = self.at_once();
+        let keys = step.keys.clone();
+        let mut at_once = self.at_once();
         let some = seeing.some.clone();
         let groups = some.len().div_ceil(MAX_ROWS);
-        let (mut unpacked, mut packed) = (Some([&mut *room.keys, &mut *room.values]), None);
+        let most = if queries.split.is_some() { BLOCK_ROWS } else { MAX_ROWS };
+        let TileRoom { keys: room_keys, values, split, scores, weights, bias, relative, row_keys } = room;
+        let mut room = RowsRoom { scores, weights, bias, relative, row_keys };
+        let (mut unpacked, mut packed) = (Some(([&mut **room_keys, &mut **values], split)), None);
         let mut row = some.start;
         while row < some.end {
-            let run = self.run_of_all(&mut seeing, row, range.start / KEYS);
-            let rows = row..some.end.min(row + MAX_ROWS);
-            row = rows.end;
-            let all = row <= run;
-            let sight = if all { None } else { self.sight(rows.clone(), range.clone()) };
-            if !all && sight.is_none() {
+            let block = self.block_sight(&mut seeing, row, keys.clone(), most, at_once);
+            if block.panels.is_empty() {
+                row = block.rows.end;
                 continue;
             }
             // Packed for the first that see any of it.
-            if let Some(room) = unpacked.take() {
-                packed = Some(self.unpack(&step, groups, room));
+            if let Some((room_of, split)) = unpacked.take() {
+                packed = Some(self.unpack(&step, groups, room_of, split, &mut *room.weights));
             }
             let Some(from) = packed else { continue };
-            let panels = sight.as_ref().map_or(0..KEYS / PANEL, |sight| sight.panels.clone());
-            let tile = self.key_tile(from, step.output, panels, (rows.start - some.start) / MAX_ROWS, groups);
-            if at_once && all {
-                let all = self.group(rows.start..run, queries, state, room.scores);
-                if self.meet_at_once(&tile, range.start, all, rows.start) {
+            let first = (block.rows.start - some.start) / MAX_ROWS;
+            let tile = self.key_tile(from, step.output, block.panels.clone(), first, groups);
+            let run = self.run_of_all(&mut seeing, row, keys.start / KEYS);
+            if at_once && row < run {
+                let all = self.group(row..run, queries, state, [&mut *room.scores, &mut *room.weights]);
+                if self.meet_at_once(&tile, keys.start, all, row) {
                     row = run;
                     continue;
                 }
+                // Some values are not finite, for no row of it.
+                at_once = false;
             }
-            let mut group = self.group(rows.clone(), queries, state, room.scores);
-            self.kernels.scores(&mut group, &tile);
+            row = block.rows.end;
+            self.block(&tile, keys.clone(), block, queries, state, &mut room);
+        }
+    }
+
+    /// A block of rows and a tile: by the matrix unit if the tile is split for it, else group by group.
+    fn block(
+        &self,
+        tile: &KeyTile<'_, T>,
+        keys: Range<usize>,
+        block: BlockSight,
+        queries: Asking<'_, T>,
+        state: &mut State<'_, T>,
+        room: &mut RowsRoom<'_, '_, T>,
+    ) {
+        let rules = self.call.rules;
+        let rows = block.rows.clone();
+        let mut all = self.group(rows.clone(), queries, state, [&mut *room.scores, &mut *room.weights]);
+        let by_unit = self.kernels.unit_scores(&mut all, tile);
+        for (index, sight) in block.groups.into_iter().enumerate() {
+            let first = rows.start + index * MAX_ROWS;
+            let rows = first..rows.end.min(first + MAX_ROWS);
+            if rows.is_empty() {
+                break;
+            }
+            let at = if by_unit { index * MAX_ROWS * KEYS } else { 0 };
+            let Some(sight) = sight else {
+                if by_unit {
+                    room.scores[at..][..rows.len() * KEYS].fill(T::zero());
+                }
+                continue;
+            };
+            let tile = KeyTile { panels: sight.panels, group: tile.group + index, ..tile.clone() };
+            let mut group = self.group(rows.clone(), queries, state, [&mut room.scores[at..], &mut *room.weights]);
+            if !by_unit {
+                self.kernels.scores(&mut group, &tile);
+            }
             if let Some(from) = &rules.relative_keys {
-                self.add_relative(from, rows.clone(), range.clone(), room.relative, group.p);
+                self.add_relative(from, rows.clone(), keys.clone(), room.relative, group.p);
             }
             let scoring = Scoring {
-                visible: sight.as_ref().and_then(|sight| sight.bits.as_ref()).map(|bits| &bits[..]),
-                bias: self.bias_rows(rows.clone(), range.clone(), room.bias),
+                visible: sight.bits.as_ref().map(|bits| &bits[..]),
+                bias: self.bias_rows(rows.clone(), keys.clone(), room.bias),
                 softcap: rules.softcap,
                 factor: split_scale(rules.scale).1,
                 dropout: rules.dropout.as_ref().map(|dropout| Dropped {
                     keys: &room.row_keys[rows],
-                    first: range.start,
+                    first: keys.start,
                     drops: dropout.drops,
                 }),
             };
-            self.kernels.weigh(&mut group, &tile, &scoring);
+            if by_unit {
+                self.kernels.weights(&mut group, &tile, &scoring);
+                tile.clear_hidden(group.rows, group.p);
+            } else {
+                self.kernels.weigh(&mut group, &tile, &scoring);
+            }
+        }
+        if by_unit {
+            let mut all = self.group(rows, queries, state, [&mut *room.scores, &mut *room.weights]);
+            self.kernels.unit_values(&mut all, tile);
         }
     }
 
     /// Keys and values of a tile, which `groups` groups of rows will read.
-    fn unpack<'s>(&'s self, step: &Step, groups: usize, room: [&'s mut [T]; 2]) -> Packed<'s, T> {
+    fn unpack<'s>(
+        &'s self,
+        step: &Step,
+        groups: usize,
+        room: [&'s mut [T]; 2],
+        split: &'s mut [&mut [T]; 2],
+        panel: &mut [T],
+    ) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
         let wanted = Wanted { entry, kv_head, keys: step.keys.clone(), next: step.next.clone(), groups };
-        self.call.source.tile(self.kernels, wanted, room)
+        let packed = self.call.source.tile(self.kernels, wanted, room);
+        if !self.unit {
+            return packed;
+        }
+        let shape = [step.keys.len(), self.call.dims.head_dim, self.width];
+        let to = split.each_mut().map(|split| &mut **split);
+        Packed { split: self.kernels.split_tile([packed.keys, packed.values], shape, to, panel), ..packed }
     }
 
     /// A tile as group `group` of `groups` meets it.
@@ -355,29 +450,31 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         group: usize,
         groups: usize,
     ) -> KeyTile<'s, T> {
-        let Packed { keys, values, finite, next } = from;
-        KeyTile { keys, values, width: self.width, finite, panels, next, output, group, groups }
+        let Packed { keys, values, split, finite, next } = from;
+        KeyTile { keys, values, split, width: self.width, finite, panels, next, output, group, groups }
     }
 
     /// Some rows and what is known about them.
     fn group<'s>(
         &self,
         rows: Range<usize>,
-        queries: &'s [T],
+        queries: Asking<'s, T>,
         state: &'s mut State<'_, T>,
-        scores: &'s mut [T],
+        [scores, weights]: [&'s mut [T]; 2],
     ) -> Group<'s, T> {
         let (head_dim, width) = (self.call.dims.head_dim, self.width);
         Group {
             rows: rows.len(),
             head_dim,
-            q: &queries[rows.start * head_dim..],
+            q: &queries.rows[rows.start * head_dim..],
             q_row: head_dim,
+            split: queries.split.map(|split| split.from(rows.start)),
             m: &mut state.maxima[rows.start..],
             l: &mut state.sums[rows.start * PANEL..],
             o: &mut state.context[rows.start * width..],
             o_row: width,
             p: scores,
+            weights,
         }
     }
 

@@ -5,7 +5,10 @@ use super::tables_backward::{PairSums, TableRoom};
 use crate::block::Room;
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::kernels::{KEYS, MAX_ROWS, PANEL, RowKey, aligned, reserve};
+use crate::kernels::{
+    KEYS, MAX_ROWS, PANEL, RowKey, UNIT_SCORES, UNIT_WEIGHTS, aligned, reserve, split_keys_len, split_rows_len,
+    split_values_len,
+};
 use crate::position::RopeTable;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
@@ -210,13 +213,16 @@ pub(super) struct ItemSize {
     pub(super) drops: bool,
     /// Relative keys that there are.
     pub(super) distances: usize,
+    /// Whether its products are made by the matrix unit.
+    pub(super) unit: bool,
 }
 
 impl ItemSize {
     pub(super) fn new<T: Element>(rows: usize, dims: Dims, rules: &Rules<'_, T>) -> Self {
         let Rules { bias, dropout, relative_keys, .. } = rules;
         let distances = relative_keys.map_or(0, |keys| keys.view().nrows());
-        Self { rows, dims, biased: bias.is_some(), drops: dropout.is_some(), distances }
+        let unit = T::kernels(rules.level).uses_unit(dims.q_len.saturating_mul(rules.heads.largest_group()));
+        Self { rows, dims, biased: bias.is_some(), drops: dropout.is_some(), distances, unit }
     }
 
     /// Width of the rows of context and values.
@@ -235,9 +241,11 @@ impl ItemSize {
         Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] }
     }
 
-    /// Queries, context, maxima, sums, keys, values, scores, bias, relative; see `walk.rs` for what is in them.
+    /// Queries, context, maxima, sums, keys, values, scores, bias, relative; split queries, keys and values, and weights. See
+    /// `walk.rs` for what is in them.
     pub(super) fn lengths(&self) -> Lengths {
-        let Self { rows, dims: Dims { head_dim, .. }, biased, distances, .. } = *self;
+        let Self { rows, dims: Dims { head_dim, .. }, biased, distances, unit, .. } = *self;
+        let split = |numbers: usize| if unit { numbers } else { 0 };
         let (width, tile) = (self.width(), MAX_ROWS * KEYS);
         let numbers = [
             rows.saturating_mul(head_dim),
@@ -246,9 +254,13 @@ impl ItemSize {
             rows.saturating_mul(PANEL),
             head_dim.saturating_mul(KEYS),
             width.saturating_mul(KEYS),
-            2 * tile,
+            split(UNIT_SCORES).max(2 * tile),
             usize::from(biased) * tile,
             rows.saturating_mul(distances),
+            split(split_rows_len(rows, head_dim)),
+            split(split_keys_len(head_dim)),
+            split(split_values_len(width)),
+            split(UNIT_WEIGHTS),
         ];
         Lengths::new(rows, &self.dims, &numbers, if self.drops { rows } else { 0 })
     }

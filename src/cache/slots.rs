@@ -182,7 +182,13 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         let first = keys.start;
         let Some(page) = self.page(entry, first) else {
             debug_assert!(false, "a visible key is in the cache");
-            return Packed { keys: Operand::Own(panels), values: Operand::Own(rows), finite: Finite::All, next: None };
+            return Packed {
+                keys: Operand::Own(panels),
+                values: Operand::Own(rows),
+                split: None,
+                finite: Finite::All,
+                next: None,
+            };
         };
         let (mut keys, mut values) = (S::operand(page.keys(kv_head)), S::operand(page.values(kv_head)));
         let finite = page.finite(kv_head);
@@ -198,6 +204,6 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
             let [keys, values] = [page.keys(kv_head), page.values(kv_head)].map(S::operand);
             Some(Next::InPlace { keys, values })
         });
-        Packed { keys, values, finite, next }
+        Packed { keys, values, split: None, finite, next }
     }
 }

@@ -24,6 +24,7 @@
 //! computations*, 2019, <https://arxiv.org/abs/1904.06376>.
 
 use super::PANEL;
+use super::real::Real;
 use super::tile::Start;
 
 /// Terms that an instruction of the unit adds up.
@@ -95,8 +96,11 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Of no numbers.
-    pub(crate) const NOTHING: Self = Self { largest: 0 };
+    /// Of some numbers.
+    pub(super) fn of<T: Real>(numbers: &[T]) -> Self {
+        let bits = |x: &T| x.to_f32().unwrap_or(f32::NAN).abs().to_bits();
+        Self { largest: numbers.iter().map(bits).max().unwrap_or(0) }
+    }
 
     /// Whether the unit multiplies matrices of such numbers as exactly as the multipliers would: all are zero, or the largest is
     /// between 2^-60 and 2^60.
@@ -104,11 +108,6 @@ impl Extent {
         const EXPONENT: u32 = f32::MANTISSA_DIGITS - 1;
         const BIAS: u32 = f32::MAX_EXP as u32 - 1;
         self.largest == 0 || (BIAS - 60 << EXPONENT..=BIAS + 60 << EXPONENT).contains(&self.largest)
-    }
-
-    /// Of both.
-    pub(crate) fn and(self, other: Self) -> Self {
-        Self { largest: self.largest.max(other.largest) }
     }
 }
 

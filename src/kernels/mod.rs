@@ -18,6 +18,7 @@
 //! | `pack.rs` | copies into the layouts that products read |
 //! | `mods.rs`, `lines.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
+//! | `unit.rs` | many queries meet one tile of keys by the matrix unit |
 //! | `upcoming.rs` | memory that is asked for before it is needed |
 //! | `values.rs` | probabilities times values that are not finite |
 //! | `back.rs` | back through the softmax: probabilities again, and the gradients of the scores |
@@ -73,6 +74,7 @@ mod table;
 #[cfg(test)]
 mod testing;
 mod tile;
+mod unit;
 mod upcoming;
 mod values;
 
@@ -90,6 +92,7 @@ pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Factor, Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use lines::Lines;
+pub(crate) use matrix::split_rows_len;
 pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
 pub(crate) use pairs::RowsAndKeys;
@@ -102,6 +105,9 @@ pub(crate) use slab::Lot;
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, rows_of_tile};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
+pub(crate) use unit::{
+    BLOCK_ROWS, SplitQueries, SplitTile, UNIT_SCORES, UNIT_WEIGHTS, split_keys_len, split_values_len,
+};
 pub(crate) use upcoming::Upcoming;
 
 /// Columns of a panel, at every level and for both types.

@@ -33,6 +33,9 @@ impl<T: Real> Kernels<T> {
         bias: Option<Lines<'_, T>>,
         factor: T,
     ) -> bool {
+        if self.unit_attend_rows(all, tile, softcap, bias, factor) {
+            return true;
+        }
         let Group { rows, head_dim, q_row, o_row, .. } = *all;
         // A bias can hide keys, whose values have to be left out if they are not finite.
         if rows == 0 || bias.is_some() && tile.finite == Finite::NotAll {
@@ -170,7 +173,7 @@ mod tests {
             let next = at_once.then_some(Next::InPlace { keys, values });
             let (panels, groups) = (0..KEYS / PANEL, rows.div_ceil(MAX_ROWS));
             let (finite, output) = (Finite::All, None);
-            let tile = KeyTile { keys, values, width, finite, panels, next, output, group: 0, groups };
+            let tile = KeyTile { keys, values, split: None, width, finite, panels, next, output, group: 0, groups };
             let (height, mut p) = (if at_once { rows } else { MAX_ROWS }, nans(2 * MAX_ROWS * KEYS));
             for first in (0..rows).step_by(height) {
                 let mut group = Group {
@@ -183,6 +186,8 @@ mod tests {
                     o: &mut o[first * width..],
                     o_row: width,
                     p: &mut p,
+                    split: None,
+                    weights: &mut [],
                 };
                 if at_once {
                     assert!(kernels.attend_rows(&mut group, &tile, softcap, bias, factor));

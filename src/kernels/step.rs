@@ -17,6 +17,7 @@ use super::real::Real;
 use super::softmax::Softmax;
 use super::table::{Kernels, VALUES_PANEL, values_len};
 use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
+use super::unit::{SplitQueries, SplitTile};
 use super::upcoming::Upcoming;
 use super::values::Values;
 use super::{KEYS, PANEL, key_bits};
@@ -41,6 +42,9 @@ pub(crate) struct Group<'a, T> {
     pub(crate) o_row: usize,
     /// `[rows][64]` scores and probabilities of the tile: scratch. What it holds at first does not matter.
     pub(crate) p: &'a mut [T],
+    /// The queries, and room for weights, if they are to be multiplied by the matrix unit.
+    pub(crate) split: Option<SplitQueries<'a, T>>,
+    pub(crate) weights: &'a mut [T],
 }
 
 /// Some queries.
@@ -61,6 +65,8 @@ pub(crate) struct KeyTile<'a, T> {
     pub(crate) keys: Operand<'a, T>,
     /// `[width / 16][64][16]`; in the type that is computed in, unless all of them are finite.
     pub(crate) values: Operand<'a, T>,
+    /// Both of them, if they are to be multiplied by the matrix unit.
+    pub(crate) split: Option<SplitTile<'a, T>>,
     /// Columns of `values`: the value width, rounded up to a multiple of 16.
     pub(crate) width: usize,
     pub(crate) finite: Finite,
@@ -151,10 +157,19 @@ pub(crate) fn rows_of_tile<T>(numbers: &[T]) -> [&[T]; MAX_ROWS] {
     std::array::from_fn(|_| rows.next().unwrap_or_default())
 }
 
-impl<T> KeyTile<'_, T> {
+impl<T: Real> KeyTile<'_, T> {
     /// The keys of the panels: a range within 0..64.
     fn range(&self) -> Range<usize> {
         columns(&self.panels)
+    }
+
+    /// Makes the weights of keys zero that are not in the panels.
+    pub(crate) fn clear_hidden(&self, rows: usize, p: &mut [T]) {
+        let Range { start, end } = self.range();
+        for p in p.chunks_exact_mut(KEYS).take(rows) {
+            p[..start].fill(T::zero());
+            p[end..].fill(T::zero());
+        }
     }
 
     /// The width, which is a multiple of 16 whatever the caller wrote.
@@ -179,11 +194,23 @@ impl<T: Real> Kernels<T> {
     /// Softmax, dropout and values, from the scores that `p` holds.
     #[inline(always)]
     pub(crate) fn weigh(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>, scoring: &Scoring<'_, T>) {
+        let visible = self.weights(group, tile, scoring);
+        self.values(group, tile, visible.as_ref());
+    }
+
+    /// Softmax and dropout, from the scores that `p` holds. Returns what [`Kernels::softmax`] does.
+    #[inline(always)]
+    pub(crate) fn weights(
+        &self,
+        group: &mut Group<'_, T>,
+        tile: &KeyTile<'_, T>,
+        scoring: &Scoring<'_, T>,
+    ) -> Option<Visible> {
         let visible = self.softmax(group, tile, scoring);
         if let Some(dropped) = &scoring.dropout {
             self.dropout(dropped, group.p, Into::Multiply);
         }
-        self.values(group, tile, visible.as_ref());
+        visible
     }
 
     /// `p = q k^T` for the keys of the panels.

@@ -92,10 +92,13 @@ impl<T: Real> Case<T> {
                 o: &mut o,
                 o_row: width,
                 p: &mut nans(rows * KEYS),
+                split: None,
+                weights: &mut [],
             };
             let tile = KeyTile {
                 keys: Operand::Own(&packed_keys),
                 values: Operand::Own(&packed_values),
+                split: None,
                 width,
                 finite: if all { Finite::All } else { Finite::NotAll },
                 panels,
@@ -351,11 +354,14 @@ fn only_the_panels_asked_for_are_touched() {
             o: &mut vec![T::zero(); rows * PANEL],
             o_row: PANEL,
             p: p.as_slice_mut().unwrap(),
+            split: None,
+            weights: &mut [],
         };
         let values = &numbers.vec(KEYS * PANEL);
         let tile = KeyTile {
             keys: Operand::Own(&keys),
             values: Operand::Own(values),
+            split: None,
             width: PANEL,
             next: None,
             output: None,

@@ -1,0 +1,412 @@
+//! Many rows meet a tile of keys by the matrix unit: what `rows.rs` and `step.rs` do with multiply-adds.
+//!
+//! ```text
+//! split     q, keys, values -> three bf16 for each number       once for all that they meet, see `matrix.rs`
+//! scores    p = q keys^T                                        by the unit, 32 rows at a time
+//! softmax   p, m, l = softmax step                              see `softmax.rs`
+//! split     p -> three bf16
+//! values    o += p values                                       by the unit
+//! ```
+//!
+//! The unit works beside the vector registers. So three blocks of 32 rows are on their way at a time, and what is done for
+//! one of them alternates with what is done for the others: while the unit multiplies, the CPU finds a quarter of another
+//! block's softmax among the 500 instructions that it looks ahead.
+//!
+//! What a row gets does not depend on the rows beside it: each of its products is made by the unit if its tile of keys and
+//! the row itself fit (see `matrix.rs`), else by multiply-adds.
+
+use super::lines::Lines;
+use super::matrix::{
+    Extent, Matrix, Multiply, STEP, Session, SplitPanel, SplitRows, UNIT_ROWS, split_panel_len, split_rows_len, steps,
+};
+use super::operand::Operand;
+use super::real::Real;
+use super::softmax::Softmax;
+use super::step::{Group, KeyTile, Queries, extent};
+use super::table::{Kernels, VALUES_PANEL};
+use super::tile::{MAX_ROWS, Start};
+use super::{KEYS, PANEL};
+use std::ops::Range;
+
+/// Calls with fewer rows to a KV head are computed by multiply-adds: what has to be split for them takes longer than it saves.
+const FEWEST_UNIT_ROWS: usize = 32;
+
+/// Rows of a block whose scores are made at once where not all of them see the whole tile: whole groups of six, and whole
+/// blocks of the unit.
+pub(crate) const BLOCK_ROWS: usize = 3 * UNIT_ROWS;
+
+/// Numbers of scores that a walk by the unit needs room for.
+pub(crate) const UNIT_SCORES: usize = BLOCK_ROWS * KEYS;
+
+/// Numbers that the split weights of two blocks take.
+pub(crate) const UNIT_WEIGHTS: usize = 2 * split_rows_len(UNIT_ROWS, KEYS);
+
+/// Parts that the softmax of 32 rows is cut into.
+const QUARTERS: usize = 4;
+
+/// Split queries, from the first row of a group on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SplitQueries<'a, T> {
+    numbers: &'a [T],
+    /// Of all that were split together.
+    rows: usize,
+    first: usize,
+    /// Whether the unit may multiply all of them.
+    fit: bool,
+}
+
+impl<T> SplitQueries<'_, T> {
+    /// The same from another row on.
+    pub(crate) fn from(self, row: usize) -> Self {
+        Self { first: self.first + row, ..self }
+    }
+}
+
+/// A split tile of keys and values.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SplitTile<'a, T> {
+    /// Panels of 16 keys.
+    keys: &'a [T],
+    /// Panels of 16 columns.
+    values: &'a [T],
+    /// Instructions that the terms of the values take.
+    steps: usize,
+}
+
+/// Numbers that split keys or values of a tile take: panels of keys for a head, panels of a head for keys.
+pub(crate) fn split_keys_len(head_dim: usize) -> usize {
+    split_panel_len(head_dim).saturating_mul(KEYS / PANEL)
+}
+
+/// See [`split_keys_len`].
+pub(crate) fn split_values_len(width: usize) -> usize {
+    split_panel_len(KEYS).saturating_mul(width / PANEL)
+}
+
+impl<T: Real> Kernels<T> {
+    /// Whether calls with so many rows to a KV head are computed by the unit.
+    pub(crate) fn uses_unit(&self, rows: usize) -> bool {
+        self.matrix.is_some() && rows >= FEWEST_UNIT_ROWS
+    }
+
+    /// `q: [rows][head_dim]`, split into the first numbers of `to`.
+    pub(crate) fn split_queries<'s>(
+        &self,
+        q: &[T],
+        [rows, head_dim]: [usize; 2],
+        to: &'s mut [T],
+    ) -> Option<SplitQueries<'s, T>> {
+        let matrix = self.matrix.as_ref()?;
+        let q = &q[..rows.saturating_mul(head_dim)];
+        let to = &mut to[..split_rows_len(rows, head_dim)];
+        let mut fit = true;
+        for row in 0..rows {
+            // SAFETY: both slices have the row.
+            fit &= unsafe {
+                (matrix.split_rows)(&SplitRows {
+                    rows: 1,
+                    terms: head_dim,
+                    from: q.as_ptr().add(row * head_dim),
+                    from_row: head_dim,
+                    to: to.as_mut_ptr().add(row * PANEL),
+                    to_part: rows * PANEL,
+                })
+            }
+            .fits();
+        }
+        Some(SplitQueries { numbers: to, rows, first: 0, fit })
+    }
+
+    /// A tile of `count` packed keys and their values, split into the first numbers of `to`. `None` if they do not fit the
+    /// unit. `room` is for a panel of them.
+    pub(crate) fn split_tile<'s>(
+        &self,
+        [keys, values]: [Operand<'_, T>; 2],
+        [count, head_dim, width]: [usize; 3],
+        [to_keys, to_values]: [&'s mut [T]; 2],
+        room: &mut [T],
+    ) -> Option<SplitTile<'s, T>> {
+        let rows = count.next_multiple_of(PANEL);
+        let fit = self.split_panels(keys, [rows / PANEL, head_dim], head_dim * PANEL, to_keys, room)?
+            && self.split_panels(values, [width / PANEL, rows], VALUES_PANEL, to_values, room)?;
+        fit.then_some(SplitTile { keys: to_keys, values: to_values, steps: steps(rows) })
+    }
+
+    /// Panels that begin `apart` numbers after each other. Whether they fit the unit, unless there is none, or no room.
+    fn split_panels(
+        &self,
+        from: Operand<'_, T>,
+        [panels, terms]: [usize; 2],
+        apart: usize,
+        to: &mut [T],
+        room: &mut [T],
+    ) -> Option<bool> {
+        let matrix = self.matrix.as_ref()?;
+        let len = terms * PANEL;
+        if !matches!(from, Operand::Own(_)) && room.len() < len {
+            return None;
+        }
+        let to = &mut to[..panels * split_panel_len(terms)];
+        let mut fit = true;
+        for panel in 0..panels {
+            let from = self.widened(from.range(panel * apart, panel * apart + len), room);
+            // SAFETY: the first slice is a panel, and the second has room for as many split ones.
+            fit &= unsafe {
+                let to = to.as_mut_ptr().add(panel * split_panel_len(terms));
+                (matrix.split_panel)(&SplitPanel { terms, from: from.as_ptr(), to })
+            }
+            .fits();
+        }
+        Some(fit)
+    }
+
+    /// `p = q k^T` of up to [`BLOCK_ROWS`] rows, for the keys of the panels. False if group or tile is not split.
+    pub(crate) fn unit_scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) -> bool {
+        let Some(unit) = Unit::new(self, group, tile) else { return false };
+        let mut session = Session::new(unit.matrix);
+        self.unit_fetch(tile, None, 0..group.rows);
+        assert!(group.rows <= BLOCK_ROWS && group.rows * KEYS <= group.p.len(), "room for the scores of the rows");
+        for first in (0..group.rows).step_by(UNIT_ROWS) {
+            let rows = UNIT_ROWS.min(group.rows - first);
+            // SAFETY: the rows are some of the group, and `p` has that many.
+            unsafe {
+                unit.scores(&mut session, first, rows, tile.panels.clone(), group.p.as_mut_ptr().add(first * KEYS))
+            };
+        }
+        true
+    }
+
+    /// `o += p v` of as many rows; `p` must be zero where a row does not see a key of the tile.
+    pub(crate) fn unit_values(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
+        let Some(unit) = Unit::new(self, group, tile) else { return };
+        let mut session = Session::new(unit.matrix);
+        let weights = &mut group.weights[..UNIT_WEIGHTS];
+        let p = &group.p[..group.rows * KEYS];
+        let o = &mut group.o[..extent(group.rows, group.o_row, tile.padded_width())];
+        for first in (0..group.rows).step_by(UNIT_ROWS) {
+            let rows = UNIT_ROWS.min(group.rows - first);
+            // SAFETY: the slices above hold all rows, and weights for 32.
+            unsafe {
+                let weights = weights.as_mut_ptr();
+                unit.split(p.as_ptr().add(first * KEYS), rows, weights);
+                let o = o.as_mut_ptr().add(first * group.o_row);
+                unit.values(&mut session, weights, rows, 0..tile.padded_width() / PANEL, o, group.o_row);
+            }
+        }
+    }
+
+    /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
+    /// bias hides, without dropout. Does nothing and returns false if group or tile is not split.
+    pub(super) fn unit_attend_rows(
+        &self,
+        all: &mut Group<'_, T>,
+        tile: &KeyTile<'_, T>,
+        softcap: Option<T>,
+        bias: Option<Lines<'_, T>>,
+        factor: T,
+    ) -> bool {
+        let Some(unit) = Unit::new(self, all, tile) else { return false };
+        let (rows, width, o_row) = (all.rows, tile.padded_width(), all.o_row);
+        let biases = bias.map(|bias| bias.extent(rows, KEYS));
+        let (m, l) = (&mut all.m[..rows], &mut all.l[..rows.saturating_mul(PANEL)]);
+        let o = &mut all.o[..extent(rows, o_row, width)];
+        let (p, next_p) = all.p[..2 * UNIT_ROWS * KEYS].split_at_mut(UNIT_ROWS * KEYS);
+        let weights = &mut all.weights[..UNIT_WEIGHTS];
+        let (weights, next_weights) = weights.split_at_mut(UNIT_WEIGHTS / 2);
+        let (p, weights) = ([p.as_mut_ptr(), next_p.as_mut_ptr()], [weights.as_mut_ptr(), next_weights.as_mut_ptr()]);
+
+        let mut session = Session::new(unit.matrix);
+        let blocks = rows.div_ceil(UNIT_ROWS);
+        let rows_of = |block: usize| block * UNIT_ROWS..rows.min((block + 1) * UNIT_ROWS);
+        // The softmax of a block comes a turn after its scores, and its values one later.
+        for turn in 0..blocks + 2 {
+            for quarter in 0..QUARTERS {
+                let half = |n: usize| n * (quarter / 2) / 2..n * (quarter / 2 + 1) / 2;
+                // SAFETY: blocks are 1 to 32 of the rows, of which the slices above have all, and there is room for the
+                // scores and weights of two.
+                unsafe {
+                    match quarter % 2 {
+                        0 if turn < blocks => {
+                            let rows = rows_of(turn);
+                            unit.scores(&mut session, rows.start, rows.len(), half(KEYS / PANEL), p[turn % 2]);
+                        }
+                        1 if turn >= 2 => {
+                            let rows = rows_of(turn - 2);
+                            let o = o.as_mut_ptr().add(rows.start * o_row);
+                            let panels = (width / PANEL).div_ceil(2);
+                            let panels = if quarter == 1 { 0..panels } else { panels..width / PANEL };
+                            unit.values(&mut session, weights[turn % 2], rows.len(), panels, o, o_row);
+                        }
+                        _ => {}
+                    }
+                    let Some(block) = turn.checked_sub(1).filter(|&block| block < blocks) else { continue };
+                    let block = rows_of(block);
+                    let quarter = block.start + block.len() * quarter / QUARTERS
+                        ..block.start + block.len() * (quarter + 1) / QUARTERS;
+                    let (p, weights) = (p[(turn - 1) % 2], weights[(turn - 1) % 2]);
+                    // Biases are told to the softmax for so many rows at most.
+                    let most = if biases.is_some() { MAX_ROWS - 2 } else { UNIT_ROWS };
+                    for first in quarter.clone().step_by(most) {
+                        let rows = most.min(quarter.end - first);
+                        let mut visible = [u64::MAX; MAX_ROWS];
+                        let p = p.add((first - block.start) * KEYS);
+                        (self.softmax)(&Softmax {
+                            rows,
+                            first: 0,
+                            end: KEYS,
+                            p,
+                            m: m.as_mut_ptr().add(first),
+                            l: l.as_mut_ptr().add(first * PANEL),
+                            o: o.as_mut_ptr().add(first * o_row),
+                            o_row,
+                            width,
+                            visible: visible.as_mut_ptr(),
+                            all_visible: true,
+                            bias: biases.map(|(numbers, apart)| {
+                                // Rows beyond the last are not read.
+                                std::array::from_fn(|i| numbers.as_ptr().wrapping_add((first + i) * apart))
+                            }),
+                            softcap,
+                            factor,
+                        });
+                        unit.split(p, rows, weights.add((first - block.start) * PANEL));
+                    }
+                    self.unit_fetch(tile, bias, quarter);
+                }
+            }
+        }
+        true
+    }
+
+    /// Asks memory for what comes after rows of a tile.
+    fn unit_fetch(&self, tile: &KeyTile<'_, T>, bias: Option<Lines<'_, T>>, rows: Range<usize>) {
+        if let Some(bias) = bias {
+            bias.fetch(rows.start + UNIT_ROWS..rows.end + UNIT_ROWS, 0..KEYS);
+        }
+        for group in rows.start.div_ceil(MAX_ROWS)..rows.end.div_ceil(MAX_ROWS) {
+            let group = tile.group + group;
+            if let Some(next) = tile.next {
+                next.keys(group, tile.groups);
+                next.values(group, tile.groups);
+            }
+            if let Some(output) = tile.output {
+                output.fetch(group, tile.groups);
+            }
+        }
+    }
+}
+
+/// A group and a tile that are split.
+struct Unit<'a, T: 'static> {
+    kernels: &'a Kernels<T>,
+    matrix: &'a Matrix<T>,
+    /// `[rows][q_row]`
+    q: &'a [T],
+    q_row: usize,
+    head_dim: usize,
+    queries: SplitQueries<'a, T>,
+    keys: Operand<'a, T>,
+    tile: SplitTile<'a, T>,
+}
+
+impl<'a, T: Real> Unit<'a, T> {
+    /// `None` if they are not, or there is nothing to do. Checks that all that is split is as long as it has to be.
+    fn new(kernels: &'a Kernels<T>, group: &Group<'a, T>, tile: &KeyTile<'a, T>) -> Option<Self> {
+        let (matrix, queries, split) = (kernels.matrix.as_ref()?, group.split?, tile.split?);
+        let (head_dim, width) = (group.head_dim, tile.padded_width());
+        let enough = queries.first + group.rows <= queries.rows
+            && split_rows_len(queries.rows, head_dim) <= queries.numbers.len()
+            && split_panel_len(head_dim) * tile.panels.end <= split.keys.len()
+            && split_panel_len(split.steps * STEP) * (width / PANEL) <= split.values.len();
+        assert!(enough, "split rows and panels for all of a group");
+        let (q, q_row, keys) = (group.q, group.q_row, tile.keys);
+        Some(Self { kernels, matrix, q, q_row, head_dim, queries, keys, tile: split })
+    }
+
+    /// `p = q k^T` for the keys of panels; `p: [rows][64]`.
+    ///
+    /// # Safety
+    /// `1..=UNIT_ROWS` rows from `first` on are rows of the group, `panels` are some of the tile, and `p` is writable.
+    #[inline]
+    unsafe fn scores(&self, session: &mut Session<'_, T>, first: usize, rows: usize, panels: Range<usize>, p: *mut T) {
+        let panel = split_panel_len(self.head_dim);
+        // SAFETY: split queries and keys are as long as that (checked by `new`).
+        unsafe {
+            session.multiply(&Multiply {
+                rows,
+                panels: panels.len(),
+                steps: steps(self.head_dim),
+                a: self.queries.numbers.as_ptr().add((self.queries.first + first) * PANEL),
+                a_part: self.queries.rows * PANEL,
+                b: self.tile.keys.as_ptr().add(panels.start * panel),
+                b_panel: panel,
+                c: p.add(panels.start * PANEL),
+                c_row: KEYS,
+                start: Start::Zero,
+            });
+        }
+        if !self.queries.fit {
+            // SAFETY: `p` has that many rows (contract).
+            let p = unsafe { std::slice::from_raw_parts_mut(p, rows * KEYS) };
+            self.replace_unfit(first, panels, p);
+        }
+    }
+
+    /// The scores of those rows that do not fit the unit, by multiply-adds.
+    #[cold]
+    fn replace_unfit(&self, first: usize, panels: Range<usize>, p: &mut [T]) {
+        let Self { head_dim, q_row, .. } = *self;
+        for (row, p) in p.chunks_exact_mut(KEYS).enumerate() {
+            let q = &self.q[(first + row) * q_row..][..head_dim];
+            if !Extent::of(q).fits() {
+                self.kernels.products(&Queries { rows: 1, head_dim, q, q_row }, self.keys, panels.clone(), p);
+            }
+        }
+    }
+
+    /// Splits rows of 64 probabilities, into rows among 32.
+    ///
+    /// # Safety
+    /// The rows are readable, and the words of as many rows are writable in each of the parts.
+    #[inline]
+    unsafe fn split(&self, p: *const T, rows: usize, to: *mut T) {
+        // SAFETY: the contract is handed on. Probabilities always fit.
+        unsafe {
+            let to_part = UNIT_ROWS * PANEL;
+            let _ = (self.matrix.split_rows)(&SplitRows { rows, terms: KEYS, from: p, from_row: KEYS, to, to_part });
+        }
+    }
+
+    /// `o += p v` for panels of 16 columns of the values.
+    ///
+    /// # Safety
+    /// `weights` are `1..=UNIT_ROWS` split rows, `panels` are some of the values, and so many rows of `o` are readable and
+    /// writable.
+    #[inline]
+    unsafe fn values(
+        &self,
+        session: &mut Session<'_, T>,
+        weights: *const T,
+        rows: usize,
+        panels: Range<usize>,
+        o: *mut T,
+        o_row: usize,
+    ) {
+        let panel = split_panel_len(self.tile.steps * STEP);
+        // SAFETY: split values are as long as that (checked by `new`).
+        unsafe {
+            session.multiply(&Multiply {
+                rows,
+                panels: panels.len(),
+                steps: self.tile.steps,
+                a: weights,
+                a_part: UNIT_ROWS * PANEL,
+                b: self.tile.values.as_ptr().add(panels.start * panel),
+                b_panel: panel,
+                c: o.add(panels.start * PANEL),
+                c_row: o_row,
+                start: Start::Add,
+            });
+        }
+    }
+}
