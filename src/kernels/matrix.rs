@@ -44,7 +44,11 @@ pub(super) struct Matrix<T> {
     /// Gives the unit back.
     pub(super) release: unsafe fn(),
     pub(super) multiply: unsafe fn(&Multiply<T>),
+    /// A product whose result nobody wants: the unit falls asleep without one.
+    pub(super) stay_awake: unsafe fn(),
     pub(super) split_rows: unsafe fn(&SplitRows<T>) -> Extent,
+    /// The same for numbers that fit.
+    pub(super) split_weights: unsafe fn(&SplitRows<T>),
     pub(super) split_panel: unsafe fn(&SplitPanel<T>) -> Extent,
 }
 
@@ -152,6 +156,15 @@ impl<'m, T> Session<'m, T> {
                 self.rows = product.rows;
             }
             (self.matrix.multiply)(product);
+        }
+    }
+
+    /// Keeps the unit from falling asleep where the next product is some time off.
+    #[inline]
+    pub(super) fn stay_awake(&mut self) {
+        if self.rows > 0 {
+            // SAFETY: the unit is there, and ready.
+            unsafe { (self.matrix.stay_awake)() }
         }
     }
 }

@@ -8,9 +8,11 @@
 //! values    o += p values                                       by the unit
 //! ```
 //!
-//! The unit works beside the vector registers. So three blocks of 32 rows are on their way at a time, and what is done for
-//! one of them alternates with what is done for the others: while the unit multiplies, the CPU finds a quarter of another
-//! block's softmax among the 500 instructions that it looks ahead.
+//! A block of 32 rows after the other: its scores and weights stay in the first-level cache. Beside the unit there is only one
+//! port left for other vectors, and products of the next block given between the rows of this one's softmax took as long as
+//! they do after it (Emerald Rapids). But the unit must not wait for long: after some 200 nanoseconds without a product it has
+//! to be woken, for 300 more, which is a seventh of the time of a block. So it is given one, whose result nobody wants, from
+//! time to time.
 //!
 //! What a row gets does not depend on the rows beside it: each of its products is made by the unit if its tile of keys and
 //! the row itself fit (see `matrix.rs`), else by multiply-adds.
@@ -38,11 +40,11 @@ pub(crate) const BLOCK_ROWS: usize = 3 * UNIT_ROWS;
 /// Numbers of scores that a walk by the unit needs room for.
 pub(crate) const UNIT_SCORES: usize = BLOCK_ROWS * KEYS;
 
-/// Numbers that the split weights of two blocks take.
-pub(crate) const UNIT_WEIGHTS: usize = 2 * split_rows_len(UNIT_ROWS, KEYS);
+/// Numbers that the split weights of a block of the unit take.
+pub(crate) const UNIT_WEIGHTS: usize = split_rows_len(UNIT_ROWS, KEYS);
 
-/// Parts that the softmax of 32 rows is cut into.
-const QUARTERS: usize = 4;
+/// Rows whose softmax is one call, so that the unit stays awake; or [`MAX_ROWS`], for which biases are told.
+const MOST_TOGETHER: usize = 8;
 
 /// Split queries, from the first row of a group on.
 #[derive(Clone, Copy, Debug)]
@@ -168,10 +170,13 @@ impl<T: Real> Kernels<T> {
         assert!(group.rows <= BLOCK_ROWS && group.rows * KEYS <= group.p.len(), "room for the scores of the rows");
         for first in (0..group.rows).step_by(UNIT_ROWS) {
             let rows = UNIT_ROWS.min(group.rows - first);
+            let (rows, panels) = (first..first + rows, tile.panels.clone());
             // SAFETY: the rows are some of the group, and `p` has that many.
             unsafe {
-                unit.scores(&mut session, first, rows, tile.panels.clone(), group.p.as_mut_ptr().add(first * KEYS))
-            };
+                let p = group.p.as_mut_ptr().add(first * KEYS);
+                session.multiply(&unit.scores(rows.clone(), panels.clone(), p));
+                unit.replace_unfit(rows, panels, p);
+            }
         }
         true
     }
@@ -190,7 +195,7 @@ impl<T: Real> Kernels<T> {
                 let weights = weights.as_mut_ptr();
                 unit.split(p.as_ptr().add(first * KEYS), rows, weights);
                 let o = o.as_mut_ptr().add(first * group.o_row);
-                unit.values(&mut session, weights, rows, 0..tile.padded_width() / PANEL, o, group.o_row);
+                session.multiply(&unit.values(weights, rows, tile.padded_width(), o, group.o_row));
             }
         }
     }
@@ -210,69 +215,47 @@ impl<T: Real> Kernels<T> {
         let biases = bias.map(|bias| bias.extent(rows, KEYS));
         let (m, l) = (&mut all.m[..rows], &mut all.l[..rows.saturating_mul(PANEL)]);
         let o = &mut all.o[..extent(rows, o_row, width)];
-        let (p, next_p) = all.p[..2 * UNIT_ROWS * KEYS].split_at_mut(UNIT_ROWS * KEYS);
-        let weights = &mut all.weights[..UNIT_WEIGHTS];
-        let (weights, next_weights) = weights.split_at_mut(UNIT_WEIGHTS / 2);
-        let (p, weights) = ([p.as_mut_ptr(), next_p.as_mut_ptr()], [weights.as_mut_ptr(), next_weights.as_mut_ptr()]);
+        let p = all.p[..UNIT_ROWS * KEYS].as_mut_ptr();
+        let weights = all.weights[..UNIT_WEIGHTS].as_mut_ptr();
 
         let mut session = Session::new(unit.matrix);
-        let blocks = rows.div_ceil(UNIT_ROWS);
-        let rows_of = |block: usize| block * UNIT_ROWS..rows.min((block + 1) * UNIT_ROWS);
-        // The softmax of a block comes a turn after its scores, and its values one later.
-        for turn in 0..blocks + 2 {
-            for quarter in 0..QUARTERS {
-                let half = |n: usize| n * (quarter / 2) / 2..n * (quarter / 2 + 1) / 2;
-                // SAFETY: blocks are 1 to 32 of the rows, of which the slices above have all, and there is room for the
-                // scores and weights of two.
-                unsafe {
-                    match quarter % 2 {
-                        0 if turn < blocks => {
-                            let rows = rows_of(turn);
-                            unit.scores(&mut session, rows.start, rows.len(), half(KEYS / PANEL), p[turn % 2]);
-                        }
-                        1 if turn >= 2 => {
-                            let rows = rows_of(turn - 2);
-                            let o = o.as_mut_ptr().add(rows.start * o_row);
-                            let panels = (width / PANEL).div_ceil(2);
-                            let panels = if quarter == 1 { 0..panels } else { panels..width / PANEL };
-                            unit.values(&mut session, weights[turn % 2], rows.len(), panels, o, o_row);
-                        }
-                        _ => {}
-                    }
-                    let Some(block) = turn.checked_sub(1).filter(|&block| block < blocks) else { continue };
-                    let block = rows_of(block);
-                    let quarter = block.start + block.len() * quarter / QUARTERS
-                        ..block.start + block.len() * (quarter + 1) / QUARTERS;
-                    let (p, weights) = (p[(turn - 1) % 2], weights[(turn - 1) % 2]);
-                    // Biases are told to the softmax for so many rows at most.
-                    let most = if biases.is_some() { MAX_ROWS - 2 } else { UNIT_ROWS };
-                    for first in quarter.clone().step_by(most) {
-                        let rows = most.min(quarter.end - first);
-                        let mut visible = [u64::MAX; MAX_ROWS];
-                        let p = p.add((first - block.start) * KEYS);
-                        (self.softmax)(&Softmax {
-                            rows,
-                            first: 0,
-                            end: KEYS,
-                            p,
-                            m: m.as_mut_ptr().add(first),
-                            l: l.as_mut_ptr().add(first * PANEL),
-                            o: o.as_mut_ptr().add(first * o_row),
-                            o_row,
-                            width,
-                            visible: visible.as_mut_ptr(),
-                            all_visible: true,
-                            bias: biases.map(|(numbers, apart)| {
-                                // Rows beyond the last are not read.
-                                std::array::from_fn(|i| numbers.as_ptr().wrapping_add((first + i) * apart))
-                            }),
-                            softcap,
-                            factor,
-                        });
-                        unit.split(p, rows, weights.add((first - block.start) * PANEL));
-                    }
-                    self.unit_fetch(tile, bias, quarter);
+        let most = if biases.is_some() { MAX_ROWS } else { MOST_TOGETHER };
+        for block in (0..rows).step_by(UNIT_ROWS) {
+            let block = block..rows.min(block + UNIT_ROWS);
+            // SAFETY: blocks are 1 to 32 of the rows, of which the slices above have all, and there is room for the scores and
+            // weights of one.
+            unsafe {
+                session.multiply(&unit.scores(block.clone(), 0..KEYS / PANEL, p));
+                unit.replace_unfit(block.clone(), 0..KEYS / PANEL, p);
+                for first in block.clone().step_by(most) {
+                    let rows = first..block.end.min(first + most);
+                    let p = p.add((first - block.start) * KEYS);
+                    let mut visible = [u64::MAX; MAX_ROWS];
+                    (self.softmax)(&Softmax {
+                        rows: rows.len(),
+                        first: 0,
+                        end: KEYS,
+                        p,
+                        m: m.as_mut_ptr().add(first),
+                        l: l.as_mut_ptr().add(first * PANEL),
+                        o: o.as_mut_ptr().add(first * o_row),
+                        o_row,
+                        width,
+                        visible: visible.as_mut_ptr(),
+                        all_visible: true,
+                        bias: biases.map(|(numbers, apart)| {
+                            // Rows beyond the last are not read.
+                            std::array::from_fn(|i| numbers.as_ptr().wrapping_add((first + i) * apart))
+                        }),
+                        softcap,
+                        factor,
+                    });
+                    unit.split(p, rows.len(), weights.add((first - block.start) * PANEL));
+                    session.stay_awake();
+                    self.unit_fetch(tile, bias, rows);
                 }
+                let o = o.as_mut_ptr().add(block.start * o_row);
+                session.multiply(&unit.values(weights, block.len(), width, o, o_row));
             }
         }
         true
@@ -323,41 +306,44 @@ impl<'a, T: Real> Unit<'a, T> {
         Some(Self { kernels, matrix, q, q_row, head_dim, queries, keys, tile: split })
     }
 
-    /// `p = q k^T` for the keys of panels; `p: [rows][64]`.
-    ///
-    /// # Safety
-    /// `1..=UNIT_ROWS` rows from `first` on are rows of the group, `panels` are some of the tile, and `p` is writable.
+    /// `p = q k^T` for the keys of panels; `p: [rows][64]`. The product may be run if the rows are at most 32 of the group, the
+    /// panels are some of the tile, and `p` is writable.
     #[inline]
-    unsafe fn scores(&self, session: &mut Session<'_, T>, first: usize, rows: usize, panels: Range<usize>, p: *mut T) {
+    fn scores(&self, rows: Range<usize>, panels: Range<usize>, p: *mut T) -> Multiply<T> {
         let panel = split_panel_len(self.head_dim);
-        // SAFETY: split queries and keys are as long as that (checked by `new`).
-        unsafe {
-            session.multiply(&Multiply {
-                rows,
-                panels: panels.len(),
-                steps: steps(self.head_dim),
-                a: self.queries.numbers.as_ptr().add((self.queries.first + first) * PANEL),
-                a_part: self.queries.rows * PANEL,
-                b: self.tile.keys.as_ptr().add(panels.start * panel),
-                b_panel: panel,
-                c: p.add(panels.start * PANEL),
-                c_row: KEYS,
-                start: Start::Zero,
-            });
-        }
-        if !self.queries.fit {
-            // SAFETY: `p` has that many rows (contract).
-            let p = unsafe { std::slice::from_raw_parts_mut(p, rows * KEYS) };
-            self.replace_unfit(first, panels, p);
+        Multiply {
+            rows: rows.len(),
+            panels: panels.len(),
+            steps: steps(self.head_dim),
+            // Split queries and keys are as long as that (checked by `new`).
+            a: self.queries.numbers.as_ptr().wrapping_add((self.queries.first + rows.start) * PANEL),
+            a_part: self.queries.rows * PANEL,
+            b: self.tile.keys.as_ptr().wrapping_add(panels.start * panel),
+            b_panel: panel,
+            c: p.wrapping_add(panels.start * PANEL),
+            c_row: KEYS,
+            start: Start::Zero,
         }
     }
 
     /// The scores of those rows that do not fit the unit, by multiply-adds.
+    ///
+    /// # Safety
+    /// `p` has the scores of the rows.
+    #[inline]
+    unsafe fn replace_unfit(&self, rows: Range<usize>, panels: Range<usize>, p: *mut T) {
+        if !self.queries.fit {
+            // SAFETY: `p` has that many rows (contract).
+            let p = unsafe { std::slice::from_raw_parts_mut(p, rows.len() * KEYS) };
+            self.replace(rows, panels, p);
+        }
+    }
+
     #[cold]
-    fn replace_unfit(&self, first: usize, panels: Range<usize>, p: &mut [T]) {
+    fn replace(&self, rows: Range<usize>, panels: Range<usize>, p: &mut [T]) {
         let Self { head_dim, q_row, .. } = *self;
-        for (row, p) in p.chunks_exact_mut(KEYS).enumerate() {
-            let q = &self.q[(first + row) * q_row..][..head_dim];
+        for (row, p) in rows.zip(p.chunks_exact_mut(KEYS)) {
+            let q = &self.q[row * q_row..][..head_dim];
             if !Extent::of(q).fits() {
                 self.kernels.products(&Queries { rows: 1, head_dim, q, q_row }, self.keys, panels.clone(), p);
             }
@@ -370,43 +356,27 @@ impl<'a, T: Real> Unit<'a, T> {
     /// The rows are readable, and the words of as many rows are writable in each of the parts.
     #[inline]
     unsafe fn split(&self, p: *const T, rows: usize, to: *mut T) {
-        // SAFETY: the contract is handed on. Probabilities always fit.
-        unsafe {
-            let to_part = UNIT_ROWS * PANEL;
-            let _ = (self.matrix.split_rows)(&SplitRows { rows, terms: KEYS, from: p, from_row: KEYS, to, to_part });
-        }
+        let to_part = UNIT_ROWS * PANEL;
+        // SAFETY: the contract is handed on.
+        unsafe { (self.matrix.split_weights)(&SplitRows { rows, terms: KEYS, from: p, from_row: KEYS, to, to_part }) }
     }
 
-    /// `o += p v` for panels of 16 columns of the values.
-    ///
-    /// # Safety
-    /// `weights` are `1..=UNIT_ROWS` split rows, `panels` are some of the values, and so many rows of `o` are readable and
+    /// `o += p v`. The product may be run if `weights` are as many split rows, at most 32, and so many rows of `o` are readable and
     /// writable.
     #[inline]
-    unsafe fn values(
-        &self,
-        session: &mut Session<'_, T>,
-        weights: *const T,
-        rows: usize,
-        panels: Range<usize>,
-        o: *mut T,
-        o_row: usize,
-    ) {
-        let panel = split_panel_len(self.tile.steps * STEP);
-        // SAFETY: split values are as long as that (checked by `new`).
-        unsafe {
-            session.multiply(&Multiply {
-                rows,
-                panels: panels.len(),
-                steps: self.tile.steps,
-                a: weights,
-                a_part: UNIT_ROWS * PANEL,
-                b: self.tile.values.as_ptr().add(panels.start * panel),
-                b_panel: panel,
-                c: o.add(panels.start * PANEL),
-                c_row: o_row,
-                start: Start::Add,
-            });
+    fn values(&self, weights: *const T, rows: usize, width: usize, o: *mut T, o_row: usize) -> Multiply<T> {
+        Multiply {
+            rows,
+            panels: width / PANEL,
+            steps: self.tile.steps,
+            a: weights,
+            a_part: UNIT_ROWS * PANEL,
+            // Split values are as long as that (checked by `new`).
+            b: self.tile.values.as_ptr(),
+            b_panel: split_panel_len(self.tile.steps * STEP),
+            c: o,
+            c_row: o_row,
+            start: Start::Add,
         }
     }
 }
