@@ -124,6 +124,8 @@ impl<T: Element> Walk<'_, '_, T> {
 /// What the groups of a block of rows see of a tile.
 pub(super) struct BlockSight {
     pub(super) rows: Range<usize>,
+    /// Where the run of rows ends that starts with the block and sees all keys; its start if there is none.
+    pub(super) run: usize,
     /// Of each group, what it sees, if it sees any of it.
     pub(super) groups: [Option<Sight>; BLOCK_ROWS / MAX_ROWS],
     /// The panels that some group sees.
@@ -132,7 +134,7 @@ pub(super) struct BlockSight {
 
 impl<T: Element> Walk<'_, '_, T> {
     /// What up to `most` rows from `first` on see of the keys `keys` of a tile. With `runs`, the rows end before a run of rows
-    /// that see all keys.
+    /// that see all keys, and are only the first group of such a run if they begin with one.
     pub(super) fn block_sight(
         &self,
         seeing: &mut Seeing,
@@ -142,7 +144,8 @@ impl<T: Element> Walk<'_, '_, T> {
         runs: bool,
     ) -> BlockSight {
         let end = seeing.some.end.min(first + most.min(BLOCK_ROWS));
-        let mut block = BlockSight { rows: first..first, groups: Default::default(), panels: KEYS / PANEL..0 };
+        let run = self.run_of_all(seeing, first, keys.start / KEYS);
+        let mut block = BlockSight { rows: first..first, run, groups: Default::default(), panels: KEYS / PANEL..0 };
         for sight in &mut block.groups {
             let row = block.rows.end;
             if row >= end {
@@ -152,11 +155,16 @@ impl<T: Element> Walk<'_, '_, T> {
             if all && runs && row > first {
                 break;
             }
+            let alone = all && runs;
             block.rows.end = end.min(row + MAX_ROWS);
             *sight = if all { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
             if let Some(sight) = sight {
                 let panels = &mut block.panels;
                 *panels = panels.start.min(sight.panels.start)..panels.end.max(sight.panels.end);
+            }
+            // Its run is met at once, and those after it are asked for then.
+            if alone {
+                break;
             }
         }
         block

@@ -347,8 +347,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let Some(from) = packed else { continue };
             let first = (block.rows.start - some.start) / MAX_ROWS;
             let tile = self.key_tile(from, step.output, block.panels.clone(), first, groups);
-            let run = self.run_of_all(&mut seeing, row, keys.start / KEYS);
-            if at_once && row < run {
+            if at_once && row < block.run {
+                let run = block.run;
                 let all = self.group(row..run, queries, state, [&mut *room.scores, &mut *room.weights]);
                 if self.meet_at_once(&tile, keys.start, all, row) {
                     row = run;

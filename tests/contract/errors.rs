@@ -222,14 +222,14 @@ fn more_than_memory_holds() {
 fn levels_that_the_cpu_does_not_have() {
     let q = Array4::<f32>::zeros((1, 1, 1, 1));
     let available = Level::available().iter().map(Level::to_string).collect::<Vec<_>>().join(", ");
-    for level in [Level::Avx512, Level::Avx2, Level::Portable] {
+    for level in [Level::Amx, Level::Avx512, Level::Avx2, Level::Portable] {
         let verdict = attention::forward(&q, &q, &q, &Options::new().level(level)).map(drop);
         let text = format!("level: expected one that this CPU has ({available}), got {level}");
         assert_eq!(verdict.map_err(|e| e.to_string()), if level.is_available() { Ok(()) } else { Err(text.clone()) });
         assert_eq!(Error::Level { available: available.clone(), got: level.to_string() }.to_string(), text);
     }
     let unknown = "sse9".parse::<Level>().unwrap_err();
-    assert_eq!(unknown.to_string(), "level: expected one of avx512, avx2, portable, got sse9");
+    assert_eq!(unknown.to_string(), "level: expected one of amx, avx512, avx2, portable, got sse9");
 }
 
 #[test]
