@@ -32,7 +32,8 @@ pub(super) fn forward<'p, T: Element>(
     let dims = &call.dims;
     let heads = &*call.rules.heads;
     let kernels = T::kernels(call.rules.level);
-    let query_tile = query_tile(dims, heads.largest_group(), call.rules.bias.is_some(), wish);
+    let ItemSize { biased, unit, .. } = ItemSize::new(0, *dims, call.rules);
+    let query_tile = query_tile(dims, heads.largest_group(), [biased, unit], wish);
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
     let Some(deal) = Deal::new(kernels, heads, query_tile, outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this call");

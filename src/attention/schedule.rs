@@ -5,7 +5,7 @@
 
 use super::backward::MAX_TILE;
 use super::problem::Dims;
-use crate::kernels::{KEYS, MAX_ROWS};
+use crate::kernels::{KEYS, MAX_ROWS, UNIT_ROWS};
 
 /// Numbers of queries and context that an item holds at most: 400 KiB of `f32`, a fifth of a second-level cache of
 /// 2 MiB. The keys and values of a tile are packed once for all rows of an item, which costs as much as 8 of them.
@@ -19,8 +19,9 @@ const FEWEST_ITEMS: usize = 16;
 const FEWEST_ROWS: usize = 192;
 
 /// Query positions of an item. `group` is the largest number of query heads that share a KV head; `wish` is the caller's.
-/// With a bias, as many numbers of it as a tile has keys pass through the cache for each row.
-pub(crate) fn query_tile(dims: &Dims, group: usize, biased: bool, wish: Option<usize>) -> usize {
+/// With a bias, as many numbers of it as a tile has keys pass through the cache for each row. `unit` says that the matrix unit
+/// multiplies.
+pub(crate) fn query_tile(dims: &Dims, group: usize, [biased, unit]: [bool; 2], wish: Option<usize>) -> usize {
     let (q_len, group) = (dims.q_len.max(1), group.max(1));
     let chosen = wish.unwrap_or_else(|| {
         let rows = q_len.saturating_mul(group);
@@ -28,8 +29,13 @@ pub(crate) fn query_tile(dims: &Dims, group: usize, biased: bool, wish: Option<u
         let numbers = dims.head_dim + dims.value_dim + if biased { KEYS } else { 0 };
         let most_rows = (MOST_NUMBERS / numbers.max(1)).max(FEWEST_ROWS);
         let tiles = rows.div_ceil(most_rows).max(wanted.min(rows / FEWEST_ROWS)).max(1);
-        // Whole groups of six rows, the height of a register block, for one head to a group.
-        q_len.div_ceil(tiles).next_multiple_of(if group == 1 { 6 } else { 1 })
+        // Whole blocks of rows, as far as that takes few positions: 32 of the matrix unit, else six in registers.
+        let whole = match (unit, group) {
+            (true, _) => UNIT_ROWS >> group.trailing_zeros().min(UNIT_ROWS.trailing_zeros()),
+            (false, 1) => MAX_ROWS,
+            (false, _) => 1,
+        };
+        q_len.div_ceil(tiles).next_multiple_of(whole)
     });
     chosen.clamp(1, q_len)
 }
@@ -129,9 +135,11 @@ mod tests {
 
     #[test]
     fn items_are_neither_few_nor_small() {
-        let tile = |d: Dims, group| query_tile(&d, group, false, None);
+        let tile = |d: Dims, group| query_tile(&d, group, [false; 2], None);
         assert_eq!(tile(dims(1, 8, 8, 2048), 1), 684);
-        assert_eq!(query_tile(&dims(1, 8, 8, 2048), 1, true, None), 516);
+        assert_eq!(query_tile(&dims(1, 8, 8, 2048), 1, [true, false], None), 516);
+        assert_eq!(query_tile(&dims(1, 8, 8, 2048), 1, [false, true], None), 704);
+        assert_eq!(query_tile(&dims(1, 32, 8, 2048), 4, [false, true], None), 192);
         assert_eq!(tile(dims(1, 8, 8, 512), 1), 258);
         assert_eq!(tile(dims(8, 12, 12, 128), 1), 128);
         assert_eq!(tile(dims(1, 32, 1, 100), 32), 7);
@@ -173,9 +181,9 @@ mod tests {
 
     #[test]
     fn extremes_are_cut_too() {
-        assert_eq!(query_tile(&dims(1, 1, 1, 0), 1, false, None), 1);
-        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, false, Some(0)), 1);
-        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, false, Some(usize::MAX)), 5);
-        assert_eq!(query_tile(&dims(1, 1000, 1, 5), 1000, false, None), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 0), 1, [false; 2], None), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, [false; 2], Some(0)), 1);
+        assert_eq!(query_tile(&dims(1, 1, 1, 5), 1, [false; 2], Some(usize::MAX)), 5);
+        assert_eq!(query_tile(&dims(1, 1000, 1, 5), 1000, [false; 2], None), 1);
     }
 }

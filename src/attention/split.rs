@@ -46,7 +46,8 @@ pub(super) fn make_room<T: Element>(
     let items = dims.batch.saturating_mul(heads.num_read());
     let all_rows = dims.q_len.saturating_mul(heads.largest_group());
     let chunks = schedule::most_chunks(all_rows, items, keys.div_ceil(KEYS));
-    let tile = schedule::query_tile(dims, heads.largest_group(), call.rules.bias.is_some(), query_tile);
+    let ItemSize { biased, unit, .. } = ItemSize::new(0, *dims, call.rules);
+    let tile = schedule::query_tile(dims, heads.largest_group(), [biased, unit], query_tile);
     let (rows, parts) = match chunks {
         0 => (tile.saturating_mul(heads.largest_group()), dims.q_len.div_ceil(tile)),
         _ => (all_rows, chunks),

@@ -94,7 +94,7 @@ pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Factor, Linear, block_scratch};
 pub use level::{Level, UnknownLevel};
 pub(crate) use lines::Lines;
-pub(crate) use matrix::split_rows_len;
+pub(crate) use matrix::{UNIT_ROWS, split_rows_len};
 pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
 pub(crate) use pairs::RowsAndKeys;
