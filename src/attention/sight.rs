@@ -145,7 +145,7 @@ impl<T: Element> Walk<'_, '_, T> {
     ) -> BlockSight {
         let end = seeing.some.end.min(first + most.min(BLOCK_ROWS));
         let run = self.run_of_all(seeing, first, keys.start / KEYS);
-        let mut block = BlockSight { rows: first..first, run, groups: Default::default(), panels: KEYS / PANEL..0 };
+        let mut block = BlockSight { rows: first..first, run, groups: Default::default(), panels: 0..0 };
         for sight in &mut block.groups {
             let row = block.rows.end;
             if row >= end {
@@ -159,8 +159,10 @@ impl<T: Element> Walk<'_, '_, T> {
             block.rows.end = end.min(row + MAX_ROWS);
             *sight = if all { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
             if let Some(sight) = sight {
-                let panels = &mut block.panels;
-                *panels = panels.start.min(sight.panels.start)..panels.end.max(sight.panels.end);
+                let Range { start, end } = sight.panels;
+                let first = block.panels.is_empty();
+                block.panels =
+                    if first { start..end } else { block.panels.start.min(start)..block.panels.end.max(end) };
             }
             // Its run is met at once, and those after it are asked for then.
             if alone {

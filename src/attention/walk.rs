@@ -342,7 +342,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             }
             // Packed for the first that see any of it.
             if let Some((room_of, split)) = unpacked.take() {
-                packed = Some(self.unpack(&step, groups, room_of, split, &mut *room.weights));
+                packed = Some(self.unpack(&step, groups, room_of, split, room.weights));
             }
             let Some(from) = packed else { continue };
             let first = (block.rows.start - some.start) / MAX_ROWS;

@@ -21,19 +21,22 @@ pub(super) fn is_available() -> bool {
 }
 
 /// AMX with bf16 in the CPU, and its registers among those that the operating system keeps for each thread.
+#[allow(unused_unsafe, reason = "asking the CPU is unsafe up to some version of Rust")]
 fn has_unit() -> bool {
     const TILES_AND_BF16: u32 = 1 << 24 | 1 << 22;
     const KEPT: u64 = 1 << 17 | 1 << 18;
     const OS_KEEPS_REGISTERS: u32 = 1 << 27;
-    let keeps = __cpuid(1).ecx & OS_KEEPS_REGISTERS != 0;
-    keeps && __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & TILES_AND_BF16 == TILES_AND_BF16 && {
-        let (low, high): (u32, u32);
-        // SAFETY: the instruction exists where the operating system keeps registers by it, and reads a register only.
-        unsafe {
-            asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") high, options(nomem, nostack, preserves_flags))
-        };
-        (u64::from(high) << 32 | u64::from(low)) & KEPT == KEPT
+    // SAFETY: every x86-64 has the instruction.
+    let (first, leaves) = unsafe { (__cpuid(1), __cpuid(0).eax) };
+    if first.ecx & OS_KEEPS_REGISTERS == 0 || leaves < 7 {
+        return false;
     }
+    // SAFETY: as above.
+    let features = unsafe { __cpuid_count(7, 0) };
+    let (low, high): (u32, u32);
+    // SAFETY: the instruction exists where the operating system keeps registers by it, and reads a register only.
+    unsafe { asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") high, options(nomem, nostack, preserves_flags)) };
+    features.edx & TILES_AND_BF16 == TILES_AND_BF16 && (u64::from(high) << 32 | u64::from(low)) & KEPT == KEPT
 }
 
 /// Asks Linux for the registers, for all threads of the process.

@@ -111,7 +111,7 @@ impl Extent {
     pub(crate) fn fits(self) -> bool {
         const EXPONENT: u32 = f32::MANTISSA_DIGITS - 1;
         const BIAS: u32 = f32::MAX_EXP as u32 - 1;
-        self.largest == 0 || (BIAS - 60 << EXPONENT..=BIAS + 60 << EXPONENT).contains(&self.largest)
+        self.largest == 0 || ((BIAS - 60) << EXPONENT..=(BIAS + 60) << EXPONENT).contains(&self.largest)
     }
 }
 
