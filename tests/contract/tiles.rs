@@ -345,3 +345,49 @@ fn b61_a_long_sequence_under_a_narrow_window() {
         assert!(seconds < 5.0, "{way}: {seconds} s");
     }
 }
+
+/// A matrix unit cannot multiply all numbers; which of them are multiplied otherwise must not depend on who is beside them.
+#[test]
+fn numbers_far_from_one_among_many_queries() {
+    let far = 70.0_f64.exp2();
+    let scaled = |change: &dyn Fn(&mut Core)| {
+        let mut core = core([100, 200], [20, 33]);
+        change(&mut core);
+        core
+    };
+    let rows = [3, 40, 41, 99];
+    let cases = [
+        (
+            "small queries",
+            scaled(&|core| rows.iter().for_each(|&i| core.q.slice_mut(s![.., .., i, ..]).mapv_inplace(|x| x / far))),
+        ),
+        (
+            "large queries, small keys",
+            scaled(&|core| {
+                rows.iter().for_each(|&i| core.q.slice_mut(s![.., .., i, ..]).mapv_inplace(|x| x * far));
+                core.k.mapv_inplace(|x| x / far);
+            }),
+        ),
+        ("small values", scaled(&|core| core.v.slice_mut(s![.., .., 64..128, ..]).mapv_inplace(|x| x / far))),
+        ("large values", scaled(&|core| core.v.slice_mut(s![.., .., 64..128, ..]).mapv_inplace(|x| x * far))),
+        ("no number", scaled(&|core| rows.iter().for_each(|&i| core.q.slice_mut(s![.., .., i, 7]).fill(f64::NAN)))),
+        ("infinite keys", scaled(&|core| core.k.slice_mut(s![.., .., 70, 3]).fill(f64::INFINITY))),
+    ];
+    for (what, core) in cases {
+        let right = core.oracle();
+        let size = right.out.iter().filter(|x| x.is_finite()).fold(1.0, |size, x| x.abs().max(size));
+        for way in tiled(&[None]) {
+            let got = core.answer(way).unwrap();
+            for (at, (&got, &want)) in flat(&got.out).iter().zip(&flat(&right.out)).enumerate() {
+                assert!(
+                    is_near(got / size, want / size, ROUNDING.0),
+                    "{what}, {way}: out[{at}] is {got:e}, not {want:e}"
+                );
+            }
+            for query_tile in [1, 7, 64] {
+                let cut = core.answer(Way { query_tile: Some(query_tile), ..way }).unwrap();
+                assert_bits(&format!("{what}, {way}, {query_tile}"), &cut.out, &got.out);
+            }
+        }
+    }
+}
