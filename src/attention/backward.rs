@@ -22,6 +22,7 @@
 
 use std::ops::Range;
 
+use super::backward_unit::SplitBlock;
 use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
 use super::row_shares::{fill_delta, sum_bias, sum_sinks};
@@ -57,6 +58,7 @@ pub(super) fn backward<T: Element>(
         dims: *dims,
         query_tile: back_tile(dims, wish),
         key_block: key_block(dims),
+        unit: T::kernels(rules.level).uses_unit(dims.q_len.saturating_mul(rules.heads.largest_group())),
         mods: BackMods {
             biased: rules.bias.is_some(),
             capped: rules.softcap.is_some(),
@@ -122,11 +124,11 @@ fn clear_unread<T: Element>(call: &Differentiated<'_, T>, gradients: &mut Gradie
 }
 
 /// What all items share.
-struct Backward<'p, 'a, T: 'static> {
+pub(super) struct Backward<'p, 'a, T: 'static> {
     call: &'p Differentiated<'a, T>,
     forward: &'p Call<'p, 'a, T>,
-    kernels: &'static Kernels<T>,
-    size: BackSize,
+    pub(super) kernels: &'static Kernels<T>,
+    pub(super) size: BackSize,
     /// `[batch, num_heads, q_len]`
     delta: &'p [T],
     /// What goes by distance.
@@ -134,11 +136,13 @@ struct Backward<'p, 'a, T: 'static> {
 }
 
 /// A block of keys, packed, and its gradients.
-struct Keys<'s, T> {
+pub(super) struct Keys<'s, T> {
     /// `[panels][head_dim][16]`
-    key_panels: &'s [T],
+    pub(super) key_panels: &'s [T],
     /// `[panels][value_dim][16]`
-    value_panels: &'s [T],
+    pub(super) value_panels: &'s [T],
+    /// Both of them for the matrix unit.
+    pub(super) split: SplitBlock<'s, T>,
     /// `[keys][k_width]`
     keys: &'s [T],
     /// `[keys][k_width]`
@@ -150,16 +154,16 @@ struct Keys<'s, T> {
 }
 
 /// The rows of a step, packed, and what they get.
-struct Queries<'s, T> {
+pub(super) struct Queries<'s, T> {
     /// `[rows][k_width]`
-    q: &'s mut [T],
+    pub(super) q: &'s mut [T],
     /// `[rows][v_width]`
-    d_context: &'s mut [T],
+    pub(super) d_context: &'s mut [T],
     /// `[rows][k_width]`
     d_q: &'s mut [T],
     /// `[rows][64]`: probabilities of a tile, and gradients of its products.
-    p: &'s mut [T],
-    d: &'s mut [T],
+    pub(super) p: &'s mut [T],
+    pub(super) d: &'s mut [T],
     /// `[rows]`
     lse: &'s mut [T],
     /// `[rows]`
@@ -171,6 +175,9 @@ struct Queries<'s, T> {
     tables: &'s mut TableRoom<T>,
     /// Whether queries and d_context are finite.
     finite: bool,
+    /// Both of them split, for the matrix unit, and whether it may multiply them.
+    pub(super) split: [&'s mut [T]; 2],
+    pub(super) fit: [bool; 2],
 }
 
 /// What a step adds to besides queries, keys and values.
@@ -222,12 +229,30 @@ impl<T: Element> Backward<'_, '_, T> {
             slope,
             z,
             d_scores,
-            ..,
+            split_q,
+            split_d,
+            split_keys,
+            split_values,
         ] = buffers;
         let room = BackRoom { slope, z, d_scores };
         let tables_room = &mut tables;
-        let mut queries =
-            Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, tables: tables_room, finite: true };
+        let split = [split_q, split_d];
+        let mut queries = Queries {
+            q,
+            d_context,
+            d_q,
+            p,
+            d,
+            lse,
+            delta,
+            row_keys,
+            bias,
+            room,
+            tables: tables_room,
+            finite: true,
+            split,
+            fit: [true; 2],
+        };
         item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;
@@ -239,7 +264,10 @@ impl<T: Element> Backward<'_, '_, T> {
             let finite = self.kernels.pack_rows(k, keys);
             d_k.fill(T::zero());
             d_v.fill(T::zero());
-            let mut block = Keys { key_panels, value_panels, keys, d_k, d_v, finite };
+            let seen = self.forward.seen(&self.call.problem.rules.mask(pair.entry)).min(item.keys().end);
+            let seen = seen.saturating_sub(item.keys().start);
+            let split = self.split_block([&*key_panels, &*value_panels], seen, [&mut *split_keys, &mut *split_values]);
+            let mut block = Keys { key_panels, value_panels, split, keys, d_k, d_v, finite };
             if let Some(tables) = &self.tables {
                 tables.begin(queries.tables);
             }
@@ -308,6 +336,7 @@ impl<T: Element> Backward<'_, '_, T> {
         let at = s![entry, head, positions.clone(), ..];
         let finite = self.kernels.pack_rows(q.slice(at), queries.q);
         queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
+        self.split_step(walk.rows(), queries);
         let lse = self.call.lse.slice(s![entry, head, positions.clone()]);
         queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = lse);
         let first = (entry * dims.num_heads + head) * dims.q_len + positions.start;
@@ -356,6 +385,7 @@ impl<T: Element> Backward<'_, '_, T> {
             partial: false,
         };
         let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&(keys.start / KEYS)));
+        let by_unit = self.unit_products(walk.rows(), seeing.some.clone(), offset, block, queries);
         for (index, row) in (0..walk.rows()).step_by(MAX_ROWS).enumerate() {
             let rows = row..walk.rows().min(row + MAX_ROWS);
             let all = rows.end <= walk.run_of_all(&mut seeing, row, keys.start / KEYS);
@@ -384,8 +414,10 @@ impl<T: Element> Backward<'_, '_, T> {
                     start: Start::Zero,
                 });
             };
-            product(queries.q, dims.head_dim, k_width, block.key_panels, p);
-            product(queries.d_context, dims.value_dim, v_width, block.value_panels, d);
+            if !by_unit {
+                product(queries.q, dims.head_dim, k_width, block.key_panels, p);
+                product(queries.d_context, dims.value_dim, v_width, block.value_panels, d);
+            }
             let columns = panels.start * PANEL..keys.len().min(panels.end * PANEL);
             let patch = Patch { walk, rows: rows.clone(), first_key: keys.start, columns: columns.clone() };
             if let Some(tables) = &self.tables {

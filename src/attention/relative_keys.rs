@@ -8,11 +8,14 @@
 //! capped with it, and the bias comes after. The keys are shared by all heads. Tiles take it from the products
 //! `q . r`, a line for each row, see `distance.rs`.
 
-use ndarray::{ArrayView1, ArrayView2, Axis, Slice};
+use ndarray::{ArrayView1, ArrayView2, Axis, Slice, s};
+use std::ops::Range;
 
-use super::distance::Span;
+use super::distance::{Span, Start, add_from_line};
+use super::walk::Walk;
 use crate::element::Element;
 use crate::error::{Error, Result, check_shape};
+use crate::kernels::{KEYS, MAX_ROWS, Operand, PANEL, Queries};
 use crate::mask::BoundMask;
 
 /// Keys whose shape fits the call.
@@ -83,5 +86,48 @@ pub(crate) fn check_relative_keys(shape: &[usize], head_dim: usize) -> Result<()
             Err(Error::value("relative_keys", "an odd number of rows, 2 clip + 1", rows))
         }
         _ => Ok(()),
+    }
+}
+
+impl<T: Element> Walk<'_, '_, T> {
+    /// `[rows][distances]`: the products of the packed queries with the relative keys, packed tile by tile like others.
+    pub(super) fn relative_products(
+        &self,
+        from: &RelativeKeys<'_, T>,
+        queries: &[T],
+        [panels, scores]: [&mut [T]; 2],
+        to: &mut [T],
+    ) {
+        let (keys, head_dim) = (from.view(), self.call.dims.head_dim);
+        let distances = keys.nrows();
+        for first in (0..distances).step_by(KEYS) {
+            let count = KEYS.min(distances - first);
+            self.kernels.pack_panels(keys.slice(s![first..first + count, ..]), panels);
+            for row in (0..self.rows).step_by(MAX_ROWS) {
+                let rows = MAX_ROWS.min(self.rows - row);
+                let group = Queries { rows, head_dim, q: &queries[row * head_dim..], q_row: head_dim };
+                self.kernels.products(&group, Operand::Own(panels), 0..count.div_ceil(PANEL), scores);
+                let lines = to[row * distances..].chunks_exact_mut(distances).zip(scores.chunks_exact(KEYS));
+                lines.take(rows).for_each(|(to, products)| to[first..][..count].copy_from_slice(&products[..count]));
+            }
+        }
+    }
+
+    /// Adds to the products `[rows][64]` of a tile those with the relative keys.
+    pub(super) fn add_relative(
+        &self,
+        from: &RelativeKeys<'_, T>,
+        rows: Range<usize>,
+        keys: Range<usize>,
+        lines: &[T],
+        to: &mut [T],
+    ) {
+        let distances = from.view().nrows();
+        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
+            let (head, i) = self.row(row);
+            let position = self.score_row(head, i).position;
+            let at = Start { lowest: from.span().lowest, position, first: keys.start };
+            add_from_line(&lines[row * distances..][..distances], at, &mut to[..keys.len()]);
+        }
     }
 }

@@ -16,17 +16,15 @@
 use std::ops::Range;
 
 use super::bias::ScoreRow;
-use super::distance::{Start, add_from_line};
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
-use super::relative_keys::RelativeKeys;
 use super::sight::{BlockSight, Seeing};
 use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    BLOCK_ROWS, Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Operand, PANEL, Queries, RowKey, Scoring,
-    SplitQueries, Upcoming, rows_of_tile,
+    BLOCK_ROWS, Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, Scoring, SplitQueries,
+    Upcoming, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -61,6 +59,12 @@ pub(super) struct State<'s, T> {
 }
 
 impl<T: Copy> Call<'_, '_, T> {
+    /// Where the keys end that some query of the call sees by structure: what is behind them has no influence, on no bit.
+    pub(super) fn seen(&self, mask: &HeadMask<'_>) -> usize {
+        let queries = self.q.len_of(Axis(2));
+        self.dims.kv_len.min(queries.checked_sub(1).map_or(0, |last| mask.keys(self.first + last).end))
+    }
+
     /// The tiles that some of the query positions can see.
     pub(super) fn tiles(&self, mask: &HeadMask<'_>, positions: Range<usize>) -> Range<usize> {
         if positions.is_empty() {
@@ -146,7 +150,7 @@ struct Step {
 /// The walk of one item.
 pub(super) struct Walk<'p, 'a, T: 'static> {
     pub(super) call: &'p Call<'p, 'a, T>,
-    kernels: &'static Kernels<T>,
+    pub(super) kernels: &'static Kernels<T>,
     pub(super) at: Rows,
     /// The only query head of the rows, if they do not belong to all that read the KV head.
     only: Option<usize>,
@@ -264,7 +268,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let first = self.call.tiles(&rules.mask(entry), positions).start;
             Coming { entry, kv_head, keys: keys_of(first) }
         });
-        let split = self.unit.then(|| self.kernels.split_queries(queries, [self.rows, dims.head_dim], split_queries));
+        let split = self
+            .unit
+            .then(|| self.kernels.split_queries(queries, [self.rows, dims.head_dim, dims.head_dim], split_queries));
         let queries = Asking { rows: queries, split: split.flatten() };
         let whole = self.whole_tiles();
         let asks = self.rows > 1 || dims.kv_numbers() > HOT_NUMBERS;
@@ -436,7 +442,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         if !self.unit {
             return packed;
         }
-        let shape = [step.keys.len(), self.call.dims.head_dim, self.width];
+        let seen = self.call.seen(&self.mask).min(step.keys.end).saturating_sub(step.keys.start);
+        let shape = [seen, self.call.dims.head_dim, self.width];
         let to = split.each_mut().map(|split| &mut **split);
         Packed { split: self.kernels.split_tile([packed.keys, packed.values], shape, to, panel), ..packed }
     }
@@ -536,47 +543,6 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         Some(rows_of_tile(room))
     }
 
-    /// `[rows][distances]`: the products of the packed queries with the relative keys, packed tile by tile like others.
-    fn relative_products(
-        &self,
-        from: &RelativeKeys<'_, T>,
-        queries: &[T],
-        [panels, scores]: [&mut [T]; 2],
-        to: &mut [T],
-    ) {
-        let (keys, head_dim) = (from.view(), self.call.dims.head_dim);
-        let distances = keys.nrows();
-        for first in (0..distances).step_by(KEYS) {
-            let count = KEYS.min(distances - first);
-            self.kernels.pack_panels(keys.slice(s![first..first + count, ..]), panels);
-            for row in (0..self.rows).step_by(MAX_ROWS) {
-                let rows = MAX_ROWS.min(self.rows - row);
-                let group = Queries { rows, head_dim, q: &queries[row * head_dim..], q_row: head_dim };
-                self.kernels.products(&group, Operand::Own(panels), 0..count.div_ceil(PANEL), scores);
-                let lines = to[row * distances..].chunks_exact_mut(distances).zip(scores.chunks_exact(KEYS));
-                lines.take(rows).for_each(|(to, products)| to[first..][..count].copy_from_slice(&products[..count]));
-            }
-        }
-    }
-
-    /// Adds to the products `[rows][64]` of a tile those with the relative keys.
-    fn add_relative(
-        &self,
-        from: &RelativeKeys<'_, T>,
-        rows: Range<usize>,
-        keys: Range<usize>,
-        lines: &[T],
-        to: &mut [T],
-    ) {
-        let distances = from.view().nrows();
-        for (row, to) in rows.zip(to.chunks_exact_mut(KEYS)) {
-            let (head, i) = self.row(row);
-            let position = self.score_row(head, i).position;
-            let at = Start { lowest: from.span().lowest, position, first: keys.start };
-            add_from_line(&lines[row * distances..][..distances], at, &mut to[..keys.len()]);
-        }
-    }
-
     /// `[rows]`, the keys of the generator.
     pub(super) fn fill_row_keys(&self, dropout: &Dropout<T>, to: &mut Vec<RowKey>) {
         let rows = (0..self.rows).map(|row| self.row(row));
@@ -585,7 +551,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     }
 
     /// The scores of a query that is computed now.
-    fn score_row(&self, head: usize, i: usize) -> ScoreRow {
+    pub(super) fn score_row(&self, head: usize, i: usize) -> ScoreRow {
         let i = self.call.first + i;
         ScoreRow { entry: self.at.entry, head, i, position: self.mask.position(i) }
     }

@@ -314,6 +314,8 @@ pub(super) struct BackSize {
     /// Keys of an item.
     pub(super) key_block: usize,
     pub(super) mods: BackMods,
+    /// Whether the scores are made by the matrix unit, as those of the forward pass were.
+    pub(super) unit: bool,
 }
 
 /// What backward does beyond the common case; each takes a tile of scratch.
@@ -332,9 +334,11 @@ impl BackSize {
     }
 
     /// Key panels, value panels, keys, d_k, d_v; queries, d_context, d_q, probabilities, d_scores, lse, delta; bias,
-    /// slope, factors of dropout, gradients of the scores. See `backward.rs` for what is in them.
+    /// slope, factors of dropout, gradients of the scores; split queries, d_context, keys and values. See `backward.rs` for
+    /// what is in them.
     pub(super) fn lengths(&self) -> Lengths {
-        let Self { dims: Dims { head_dim, value_dim, .. }, query_tile, key_block, mods } = *self;
+        let Self { dims: Dims { head_dim, value_dim, .. }, query_tile, key_block, mods, unit } = *self;
+        let split = |numbers: usize| if unit { numbers } else { 0 };
         let [k_width, v_width] = self.widths();
         let (rows, keys) = (query_tile.next_multiple_of(PANEL), key_block.next_multiple_of(KEYS));
         let tile = |wanted: bool| usize::from(wanted) * MAX_ROWS * KEYS;
@@ -355,6 +359,10 @@ impl BackSize {
             tile(mods.capped),
             tile(mods.drops),
             tile(mods.bias_gradient),
+            split(split_rows_len(query_tile, head_dim)),
+            split(split_rows_len(query_tile, value_dim)),
+            split(split_keys_len(head_dim).saturating_mul(keys / KEYS)),
+            split(split_keys_len(value_dim).saturating_mul(keys / KEYS)),
         ];
         Lengths::new(query_tile, &self.dims, &numbers, if mods.drops { rows } else { 0 })
     }

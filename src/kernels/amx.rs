@@ -184,12 +184,13 @@ unsafe fn rows<const MEASURED: bool>(a: &SplitRows<f32>) -> Extent {
 /// As [`split_rows`], for a panel.
 #[target_feature(enable = "avx512f")]
 unsafe fn split_panel(a: &SplitPanel<f32>) -> Extent {
+    let columns = ((1_u32 << a.columns.min(PANEL)) - 1) as __mmask16;
     let mut largest = _mm512_setzero_si512();
     for step in 0..a.terms.div_ceil(STEP) {
         for term in 0..PANEL {
             let load = |term: usize| match term < a.terms {
                 // SAFETY: the term is one of the panel (contract).
-                true => unsafe { _mm512_loadu_ps(a.from.add(term * PANEL)) },
+                true => unsafe { _mm512_maskz_loadu_ps(columns, a.from.add(term * PANEL)) },
                 false => _mm512_setzero_ps(),
             };
             let (low, high) = (load(step * STEP + term), load(step * STEP + PANEL + term));

@@ -88,6 +88,8 @@ pub(super) struct SplitRows<T> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SplitPanel<T> {
     pub(super) terms: usize,
+    /// Columns that are read; the others are zero.
+    pub(super) columns: usize,
     pub(super) from: *const T,
     pub(super) to: *mut T,
 }
@@ -201,7 +203,9 @@ mod tests {
     fn split_panel(matrix: &Matrix<f32>, x: &[f32], terms: usize) -> (Vec<f32>, Extent) {
         let mut to = nans(split_panel_len(terms));
         // SAFETY: both are a panel of so many terms.
-        let extent = unsafe { (matrix.split_panel)(&SplitPanel { terms, from: x.as_ptr(), to: to.as_mut_ptr() }) };
+        let extent = unsafe {
+            (matrix.split_panel)(&SplitPanel { terms, columns: PANEL, from: x.as_ptr(), to: to.as_mut_ptr() })
+        };
         (to, extent)
     }
 

@@ -57,11 +57,35 @@ pub(crate) struct SplitQueries<'a, T> {
     fit: bool,
 }
 
-impl<T> SplitQueries<'_, T> {
+impl<'a, T> SplitQueries<'a, T> {
+    /// The first of `rows` rows that were split to these numbers, and whether they fit the unit.
+    pub(crate) fn new(numbers: &'a [T], rows: usize, fit: bool) -> Self {
+        Self { numbers, rows, first: 0, fit }
+    }
+
+    /// Whether the unit may multiply all of them.
+    pub(crate) fn fit(&self) -> bool {
+        self.fit
+    }
+
     /// The same from another row on.
     pub(crate) fn from(self, row: usize) -> Self {
         Self { first: self.first + row, ..self }
     }
+}
+
+/// Rows and the panels of a tile of keys, as they are and split.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SplitFactors<'a, T> {
+    /// `[rows][q_row]`, of which `head_dim` elements are used.
+    pub(crate) q: &'a [T],
+    pub(crate) q_row: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) queries: SplitQueries<'a, T>,
+    pub(crate) panels: usize,
+    /// `[panels][head_dim][16]`
+    pub(crate) keys: &'a [T],
+    pub(crate) split: &'a [T],
 }
 
 /// A split tile of keys and values.
@@ -91,15 +115,15 @@ impl<T: Real> Kernels<T> {
         self.matrix.is_some() && rows >= FEWEST_UNIT_ROWS
     }
 
-    /// `q: [rows][head_dim]`, split into the first numbers of `to`.
+    /// The first `head_dim` numbers of `rows` rows that begin `q_row` apart, split into the first numbers of `to`.
     pub(crate) fn split_queries<'s>(
         &self,
         q: &[T],
-        [rows, head_dim]: [usize; 2],
+        [rows, head_dim, q_row]: [usize; 3],
         to: &'s mut [T],
     ) -> Option<SplitQueries<'s, T>> {
         let matrix = self.matrix.as_ref()?;
-        let q = &q[..rows.saturating_mul(head_dim)];
+        let q = &q[..extent(rows, q_row, head_dim)];
         let to = &mut to[..split_rows_len(rows, head_dim)];
         let mut fit = true;
         for row in 0..rows {
@@ -108,19 +132,19 @@ impl<T: Real> Kernels<T> {
                 (matrix.split_rows)(&SplitRows {
                     rows: 1,
                     terms: head_dim,
-                    from: q.as_ptr().add(row * head_dim),
-                    from_row: head_dim,
+                    from: q.as_ptr().add(row * q_row),
+                    from_row: q_row,
                     to: to.as_mut_ptr().add(row * PANEL),
                     to_part: rows * PANEL,
                 })
             }
             .fits();
         }
-        Some(SplitQueries { numbers: to, rows, first: 0, fit })
+        Some(SplitQueries::new(to, rows, fit))
     }
 
-    /// A tile of `count` packed keys and their values, split into the first numbers of `to`. `None` if they do not fit the
-    /// unit. `room` is for a panel of them.
+    /// The first `count` packed keys of a tile and their values, split into the first numbers of `to`. `None` if they do not fit
+    /// the unit, whatever the others are. `room` is for a panel of them.
     pub(crate) fn split_tile<'s>(
         &self,
         [keys, values]: [Operand<'_, T>; 2],
@@ -128,17 +152,17 @@ impl<T: Real> Kernels<T> {
         [to_keys, to_values]: [&'s mut [T]; 2],
         room: &mut [T],
     ) -> Option<SplitTile<'s, T>> {
-        let rows = count.next_multiple_of(PANEL);
-        let fit = self.split_panels(keys, [rows / PANEL, head_dim], head_dim * PANEL, to_keys, room)?
-            && self.split_panels(values, [width / PANEL, rows], VALUES_PANEL, to_values, room)?;
-        fit.then_some(SplitTile { keys: to_keys, values: to_values, steps: steps(rows) })
+        let panels = [count.div_ceil(PANEL), head_dim, count];
+        let fit = self.split_panels(keys, panels, head_dim * PANEL, to_keys, room)?
+            && self.split_panels(values, [width / PANEL, count, width], VALUES_PANEL, to_values, room)?;
+        fit.then_some(SplitTile { keys: to_keys, values: to_values, steps: steps(count) })
     }
 
     /// Panels that begin `apart` numbers after each other. Whether they fit the unit, unless there is none, or no room.
     fn split_panels(
         &self,
         from: Operand<'_, T>,
-        [panels, terms]: [usize; 2],
+        [panels, terms, columns]: [usize; 3],
         apart: usize,
         to: &mut [T],
         room: &mut [T],
@@ -155,11 +179,41 @@ impl<T: Real> Kernels<T> {
             // SAFETY: the first slice is a panel, and the second has room for as many split ones.
             fit &= unsafe {
                 let to = to.as_mut_ptr().add(panel * split_panel_len(terms));
-                (matrix.split_panel)(&SplitPanel { terms, from: from.as_ptr(), to })
+                let columns = columns.saturating_sub(panel * PANEL).min(PANEL);
+                (matrix.split_panel)(&SplitPanel { terms, columns, from: from.as_ptr(), to })
             }
             .fits();
         }
         Some(fit)
+    }
+
+    /// The first `count` of rows that are packed as `[panels][terms][16]`, split into the first numbers of `to`. Whether they fit
+    /// the unit, if there is one.
+    pub(crate) fn split_key_panels(&self, panels: &[T], [count, terms]: [usize; 2], to: &mut [T]) -> Option<bool> {
+        self.split_panels(Operand::Own(panels), [count.div_ceil(PANEL), terms, count], terms * PANEL, to, &mut [])
+    }
+
+    /// `p = q k^T` of any number of rows, for all keys of a tile; `p: [rows][64]`.
+    pub(crate) fn unit_products(&self, factors: &SplitFactors<'_, T>, rows: Range<usize>, p: &mut [T]) {
+        let SplitFactors { q, q_row, head_dim, queries, panels, keys, split } = *factors;
+        let Some(matrix) = self.matrix.as_ref() else { return };
+        let panels = panels.min(KEYS / PANEL);
+        let enough = queries.first + rows.end <= queries.rows
+            && split_rows_len(queries.rows, head_dim) <= queries.numbers.len()
+            && split_panel_len(head_dim) * panels <= split.len();
+        assert!(enough, "split rows and panels for all of a product");
+        let tile = SplitTile { keys: split, values: &[], steps: 0 };
+        let unit = Unit { kernels: self, matrix, q, q_row, head_dim, queries, keys: Operand::Own(keys), tile };
+        let p = &mut p[..rows.len() * KEYS];
+        let mut session = Session::new(matrix);
+        for (first, p) in rows.clone().step_by(UNIT_ROWS).zip(p.chunks_mut(UNIT_ROWS * KEYS)) {
+            let rows = first..rows.end.min(first + UNIT_ROWS);
+            // SAFETY: the rows are some of those that are split, and `p` has that many.
+            unsafe {
+                session.multiply(&unit.scores(rows.clone(), 0..panels, p.as_mut_ptr()));
+                unit.replace_unfit(rows, 0..panels, p.as_mut_ptr());
+            }
+        }
     }
 
     /// `p = q k^T` of up to [`BLOCK_ROWS`] rows, for the keys of the panels. False if group or tile is not split.
