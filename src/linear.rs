@@ -15,7 +15,7 @@ use ndarray::{Array1, ArrayRef0, ArrayView1, ArrayView2, ArrayView3, ArrayViewMu
 
 use crate::block::Activation;
 use crate::element::Element;
-use crate::kernels::{Blocks, Factor, Kernels, Linear, Start, block_scratch, reserve};
+use crate::kernels::{Blocks, Factor, Kernels, Linear, Start, reserve};
 use crate::parallel;
 
 /// One projection, `y (+)= x w + bias`.
@@ -84,6 +84,13 @@ const BLOCK_ROWS: [usize; 2] = [256, 128];
 /// The same where weights are packed already, and smaller blocks cost nothing but are shared more evenly: whole groups of
 /// six.
 const PREPACKED_BLOCK_ROWS: usize = 66;
+
+/// Rows and columns of a block that a matrix unit computes, larger ones first: each number of W is split once for all rows of
+/// a block, and each of x once for all columns.
+const UNIT_BLOCKS: [[usize; 2]; 5] = [[1024, 512], [512, 512], [256, 512], [256, 256], [128, 256]];
+
+/// Of them, those are taken that leave so many blocks for each thread.
+const BLOCKS_PER_THREAD: usize = 2;
 
 /// Blocks that the larger number of rows must leave, for threads to share.
 const FEWEST_BLOCKS: usize = 8;
@@ -196,22 +203,54 @@ struct Product<'a, 'y, T> {
     then: Option<Activation>,
 }
 
+/// How outputs are cut. No bit depends on it.
+struct BlockShapes {
+    rows: usize,
+    unit: [usize; 2],
+}
+
+impl BlockShapes {
+    /// For products that are dealt together.
+    fn of<T: Element>(kernels: &Kernels<T>, products: &[Option<Product<'_, '_, T>>; 3]) -> Self {
+        let count = |block: &dyn Fn(&Linear<'_, T>) -> [usize; 2]| {
+            let blocks = |x: &Linear<'_, T>| {
+                let [rows, columns] = block(x);
+                x.x.nrows().div_ceil(rows) * x.w.dim().1.div_ceil(columns)
+            };
+            products.iter().flatten().map(|product| blocks(&product.linear)).sum::<usize>()
+        };
+        let threads = parallel::threads();
+        let [most, fewer] = BLOCK_ROWS;
+        let enough = count(&|x| [most, kernels.block_columns(&x.w, x.x.nrows(), threads)]) >= FEWEST_BLOCKS;
+        let leaves_enough = |unit: &[usize; 2]| count(&|_| *unit) >= BLOCKS_PER_THREAD * threads;
+        let [.., smallest] = UNIT_BLOCKS;
+        Self {
+            rows: if enough { most } else { fewer },
+            unit: UNIT_BLOCKS.into_iter().find(leaves_enough).unwrap_or(smallest),
+        }
+    }
+
+    /// Rows and columns of a block of a product.
+    fn block<T: Element>(&self, kernels: &Kernels<T>, x: &Linear<'_, T>) -> [usize; 2] {
+        if kernels.has_unit_for(x) {
+            return self.unit;
+        }
+        let rows = if let Factor::Prepacked(_) = x.w { PREPACKED_BLOCK_ROWS } else { self.rows };
+        [rows, kernels.block_columns(&x.w, x.x.nrows(), parallel::threads())]
+    }
+}
+
 fn deal<T: Element>(kernels: &Kernels<T>, products: [Option<Product<'_, '_, T>>; 3], scratch: &mut Vec<Vec<T>>) {
     let mut work = 0.0;
     let mut items = 0;
     let mut room = 0;
-    let [most, fewer] = BLOCK_ROWS;
-    let columns = |x: &Linear<'_, T>| kernels.block_columns(&x.w, x.x.nrows(), parallel::threads());
-    let blocks = |x: &Linear<'_, T>| x.x.nrows().div_ceil(most) * x.w.dim().1.div_ceil(columns(x));
-    let enough = products.iter().flatten().map(|product| blocks(&product.linear)).sum::<usize>() >= FEWEST_BLOCKS;
-    let rows = if enough { most } else { fewer };
+    let shapes = BlockShapes::of(kernels, &products);
     let jobs = products.map(|product| {
         let Product { linear, y, then } = product?;
         let terms = linear.w.dim().0;
         work += (2.0 * linear.x.nrows() as f64 + FLOP_PER_WEIGHT) * terms as f64 * y.ncols() as f64;
-        let columns = columns(&linear);
-        let rows = if let Factor::Prepacked(_) = linear.w { PREPACKED_BLOCK_ROWS } else { rows };
-        room = room.max(block_scratch(&y, rows, columns, terms));
+        let [rows, columns] = shapes.block(kernels, &linear);
+        room = room.max(kernels.block_scratch(&y, rows, columns, terms));
         let blocks = Blocks::new(y, rows, columns);
         items += blocks.len();
         Some((linear, blocks, then))

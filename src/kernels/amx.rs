@@ -3,15 +3,26 @@
 //! Whether it is there, how it is made ready, and how numbers are split for it; the products are in `amx_tiles.rs`.
 
 use super::PANEL;
-use super::amx_tiles::multiply;
-use super::matrix::{Extent, Matrix, PARTS, STEP, SplitPanel, SplitRows};
+use super::amx_tiles::{multiply, multiply_beside};
+use super::matrix::{Coming, Extent, Matrix, PARTS, STEP, SplitPanel, SplitRows, UNIT_ROWS};
+use super::simd::{LATER, LINE, prefetch};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
 
 /// The kernels.
-pub(super) const MATRIX: Matrix<f32> =
-    Matrix { shape, release, multiply, stay_awake, split_rows, split_weights, split_panel };
+pub(super) const MATRIX: Matrix<f32> = Matrix {
+    shape,
+    release,
+    multiply,
+    multiply_beside,
+    stay_awake,
+    split_rows,
+    split_weights,
+    split_each,
+    split_panel,
+    split_more,
+};
 
 /// Whether the CPU has the unit and the operating system lets this process use it, which Linux wants to be asked for once
 /// (<https://docs.kernel.org/arch/x86/xstate.html>).
@@ -137,69 +148,131 @@ fn larger(largest: __m512i, x: __m512) -> __m512i {
     _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(i32::MAX)))
 }
 
+/// The lines of both halves of a step's terms of a row, to the part that they belong to; `largest` grows to their numbers.
+///
 /// # Safety
-/// As [`rows`].
+/// The row must be readable and its words in each part of the step writable.
+#[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn split_rows(a: &SplitRows<f32>) -> Extent {
-    // SAFETY: the contract is the same.
-    unsafe { rows::<true>(a) }
-}
-
-/// # Safety
-/// As [`rows`].
-#[target_feature(enable = "avx512f")]
-unsafe fn split_weights(a: &SplitRows<f32>) {
-    // SAFETY: the contract is the same.
-    unsafe { rows::<false>(a) };
+unsafe fn split_step(a: &SplitRows<f32>, row: usize, step: usize, largest: __m512i) -> __m512i {
+    let terms = STEP.min(a.terms - step * STEP);
+    let [low, high] = [terms.min(PANEL), terms.saturating_sub(PANEL)].map(|n| ((1_u32 << n) - 1) as __mmask16);
+    // SAFETY: only terms of the row are read (contract), and the words of the row are written.
+    unsafe {
+        let from = a.from.add(row * a.from_row).wrapping_add(2 * step * a.from_next);
+        let low = _mm512_maskz_loadu_ps(low, from);
+        let high = _mm512_maskz_loadu_ps(high, from.wrapping_add(a.from_next));
+        for (i, part) in split(low, high).into_iter().enumerate() {
+            _mm512_storeu_si512(a.to.add((step * PARTS + i) * a.to_part + row * PANEL).cast(), part);
+        }
+        larger(larger(largest, low), high)
+    }
 }
 
 /// # Safety
 /// The rows must be readable, and so much of the target writable as `matrix.rs` says; the CPU must have AVX-512.
 #[target_feature(enable = "avx512f")]
-#[inline]
-unsafe fn rows<const MEASURED: bool>(a: &SplitRows<f32>) -> Extent {
+unsafe fn split_rows(a: &SplitRows<f32>) -> Extent {
     let mut largest = _mm512_setzero_si512();
     for step in 0..a.terms.div_ceil(STEP) {
-        let terms = STEP.min(a.terms - step * STEP);
-        let [low, high] = [terms.min(PANEL), terms.saturating_sub(PANEL)].map(|n| ((1_u32 << n) - 1) as __mmask16);
         for row in 0..a.rows {
-            // SAFETY: only terms of the row are read (contract), and the words of the row are written.
-            unsafe {
-                let from = a.from.add(row * a.from_row + step * STEP);
-                let low = _mm512_maskz_loadu_ps(low, from);
-                let high = _mm512_maskz_loadu_ps(high, from.wrapping_add(PANEL));
-                if MEASURED {
-                    largest = larger(larger(largest, low), high);
-                }
-                for (i, part) in split(low, high).into_iter().enumerate() {
-                    _mm512_storeu_si512(a.to.add((step * PARTS + i) * a.to_part + row * PANEL).cast(), part);
-                }
-            }
+            // SAFETY: row and step are some of those of the contract.
+            largest = unsafe { split_step(a, row, step, largest) };
         }
     }
     Extent { largest: _mm512_reduce_max_epu32(largest) }
+}
+
+/// # Safety
+/// As [`split_rows`].
+#[target_feature(enable = "avx512f")]
+unsafe fn split_weights(a: &SplitRows<f32>) {
+    let largest = _mm512_setzero_si512();
+    for step in 0..a.terms.div_ceil(STEP) {
+        for row in 0..a.rows {
+            // SAFETY: row and step are some of those of the contract. (What is not used of the result is not computed.)
+            let _ = unsafe { split_step(a, row, step, largest) };
+        }
+    }
+}
+
+/// # Safety
+/// As [`split_rows`], for up to [`UNIT_ROWS`] rows.
+#[target_feature(enable = "avx512f")]
+unsafe fn split_each(a: &SplitRows<f32>, extents: &mut [Extent; UNIT_ROWS]) {
+    let mut largest = [_mm512_setzero_si512(); UNIT_ROWS];
+    for step in 0..a.terms.div_ceil(STEP) {
+        for (row, largest) in largest[..a.rows].iter_mut().enumerate() {
+            // SAFETY: row and step are some of those of the contract.
+            *largest = unsafe { split_step(a, row, step, *largest) };
+        }
+    }
+    for (extent, largest) in extents.iter_mut().zip(largest) {
+        *extent = Extent { largest: _mm512_reduce_max_epu32(largest) };
+    }
+}
+
+/// Line `line` of each part of a panel; `largest` grows to its numbers.
+///
+/// # Safety
+/// As [`split_rows`], for a panel; it has the line.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn split_line(a: &SplitPanel<f32>, line: usize, largest: __m512i) -> __m512i {
+    let columns = ((1_u32 << a.columns) - 1) as __mmask16;
+    let (step, line) = (line / PANEL, line % PANEL);
+    let load = |term: usize| {
+        let columns = if term < a.terms { columns } else { 0 };
+        // SAFETY: only columns of a term of the panel are read (contract).
+        unsafe { _mm512_maskz_loadu_ps(columns, a.from.wrapping_add(term * a.from_row)) }
+    };
+    let (low, high) = (load(step * STEP + line), load(step * STEP + PANEL + line));
+    for (i, part) in split(low, high).into_iter().enumerate() {
+        // SAFETY: the target has a line for each term of a part (contract).
+        unsafe { _mm512_storeu_si512(a.to.add(((step * PARTS + i) * PANEL + line) * PANEL).cast(), part) };
+    }
+    larger(larger(largest, low), high)
 }
 
 /// # Safety
 /// As [`split_rows`], for a panel.
 #[target_feature(enable = "avx512f")]
 unsafe fn split_panel(a: &SplitPanel<f32>) -> Extent {
-    let columns = ((1_u32 << a.columns.min(PANEL)) - 1) as __mmask16;
     let mut largest = _mm512_setzero_si512();
-    for step in 0..a.terms.div_ceil(STEP) {
-        for term in 0..PANEL {
-            let load = |term: usize| match term < a.terms {
-                // SAFETY: the term is one of the panel (contract).
-                true => unsafe { _mm512_maskz_loadu_ps(columns, a.from.add(term * PANEL)) },
-                false => _mm512_setzero_ps(),
-            };
-            let (low, high) = (load(step * STEP + term), load(step * STEP + PANEL + term));
-            largest = larger(larger(largest, low), high);
-            for (i, part) in split(low, high).into_iter().enumerate() {
-                // SAFETY: the target has a line for each term of a part (contract).
-                unsafe { _mm512_storeu_si512(a.to.add(((step * PARTS + i) * PANEL + term) * PANEL).cast(), part) };
-            }
-        }
+    for line in 0..a.terms.div_ceil(STEP) * PANEL {
+        // SAFETY: the contract is handed on.
+        largest = unsafe { split_line(a, line, largest) };
     }
     Extent { largest: _mm512_reduce_max_epu32(largest) }
+}
+
+/// # Safety
+/// As [`split_panel`], for what is left of the panels to come.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn split_more(coming: &mut Coming<f32>, lines: usize) {
+    for _ in 0..coming.fetches {
+        prefetch::<LATER>(coming.from);
+        coming.from = coming.from.wrapping_add(LINE);
+    }
+    let mut left = lines;
+    while let Some(panel) = coming.next() {
+        let all = panel.terms.div_ceil(STEP) * PANEL;
+        let end = all.min(coming.line.saturating_add(left));
+        left -= end - coming.line;
+        let lanes = coming.largest[coming.panel].as_ptr();
+        // SAFETY: there are as many lanes, and the lines are some of the panel (contract).
+        unsafe {
+            let mut largest = _mm512_loadu_si512(lanes.cast());
+            for line in coming.line..end {
+                largest = split_line(panel, line, largest);
+            }
+            _mm512_storeu_si512(coming.largest[coming.panel].as_mut_ptr().cast(), largest);
+        }
+        coming.line = end;
+        if end < all {
+            return;
+        }
+        (coming.panel, coming.line) = (coming.panel + 1, 0);
+    }
 }

@@ -43,6 +43,8 @@
 
 use super::PANEL;
 use super::dots::{Dots, MAX_DOT_ROWS};
+use super::gemm_matrix::{Columns, matrix_scratch};
+use super::matrix::Matrix;
 use super::prepacked::Prepacked;
 use super::real::Real;
 use super::scratch::aligned;
@@ -67,7 +69,7 @@ const STRIP: usize = 512;
 /// From one panel of so many terms of them to the next: a power of two apart, all would meet in the same few places of the
 /// cache.
 fn strip_panel(terms: usize) -> usize {
-    (terms.min(DEPTH).next_multiple_of(PANEL) + 1) * PANEL
+    (terms.next_multiple_of(PANEL) + 1) * PANEL
 }
 
 /// Up to so many rows, sums of many terms with a transposed `w` are inner products; at no level are more rows few
@@ -93,6 +95,14 @@ const FETCHING_GROUPS: usize = 4;
 /// Rows of `w` that are read together if it is not packed.
 const STREAMS: usize = 8;
 
+/// From so many rows on, a matrix unit multiplies, if there is one. Splitting the weights costs more than packing them: one
+/// thread of an Emerald Rapids with AMX takes 0.8 of the rate of AVX-512 with 32 to 40 rows of 1024 terms, 0.95 to 1.1 with 48
+/// and 1.1 with 56; with prepacked weights, which must give the same bits, it would pay from 32 rows on.
+const UNIT_FROM_ROWS: usize = 56;
+
+/// And from so many terms on, of which it adds up 32 at a time.
+const UNIT_FROM_TERMS: usize = 16;
+
 /// Columns of a block that an output should be cut into.
 const BLOCK_COLUMNS: usize = 256;
 
@@ -109,23 +119,9 @@ const SOME_ROWS: usize = 64;
 /// two threads of a Zen 3; 4 % for 16 tokens and d_model 2048.)
 const PREPACKED_COLUMNS: usize = 128;
 
-/// Elements of scratch for the operands of a block of so many rows, columns and terms: packed columns and their part of
-/// `x`, or all of the few rows whose inner products are taken.
-fn operand_scratch(rows: usize, columns: usize, terms: usize) -> usize {
-    let few = if rows <= INNER_ROWS { rows * terms } else { 0 };
-    few.max(strip_len(columns, terms) + DEPTH.min(terms) * rows)
-}
-
-/// Elements of scratch for packed columns.
-fn strip_len(columns: usize, terms: usize) -> usize {
+/// Elements of scratch for so many terms of packed columns.
+pub(super) fn strip_len(columns: usize, terms: usize) -> usize {
     columns.min(STRIP).div_ceil(PANEL) * strip_panel(terms)
-}
-
-/// Elements of scratch for blocks of `out` of up to `rows` rows and `columns` columns: the operands, and the block
-/// itself where it may have to be copied.
-pub(crate) fn block_scratch<T>(out: &ArrayViewMut2<'_, T>, rows: usize, columns: usize, terms: usize) -> usize {
-    let (rows, columns) = (rows.min(out.nrows()), columns.min(out.ncols()));
-    operand_scratch(rows, columns, terms) + if has_rows(out) { 0 } else { rows * columns }
 }
 
 /// The operands of `x w + bias`, and whether that is added to what the output holds.
@@ -180,10 +176,38 @@ impl<T: Real> Kernels<T> {
         self.few_rows.max(INNER_ROWS.min(terms / TERMS_PER_INNER_ROW))
     }
 
+    /// Elements of scratch for the operands of a block of so many rows, columns and terms: packed columns and their part of
+    /// `x`, or all of the few rows whose inner products are taken, or what a matrix unit multiplies.
+    fn operand_scratch(&self, rows: usize, columns: usize, terms: usize) -> usize {
+        let few = if rows <= INNER_ROWS { rows * terms } else { 0 };
+        let split = if self.matrix.is_some() { matrix_scratch(rows, columns, terms) } else { 0 };
+        few.max(strip_len(columns, terms.min(DEPTH)) + DEPTH.min(terms) * rows).max(split)
+    }
+
+    /// Elements of scratch for blocks of `out` of up to `rows` rows and `columns` columns: the operands, and the block
+    /// itself where it may have to be copied.
+    pub(crate) fn block_scratch(&self, out: &ArrayViewMut2<'_, T>, rows: usize, columns: usize, terms: usize) -> usize {
+        let (rows, columns) = (rows.min(out.nrows()), columns.min(out.ncols()));
+        self.operand_scratch(rows, columns, terms) + if has_rows(out) { 0 } else { rows * columns }
+    }
+
+    /// What computes a product, if that is not left to the multipliers. Decided by the whole of both operands, because the
+    /// unit adds in another order: the cut must not choose.
+    fn unit_for(&self, linear: &Linear<'_, T>) -> Option<&Matrix<T>> {
+        let (terms, columns) = linear.w.dim();
+        let enough = linear.x.nrows() >= UNIT_FROM_ROWS && terms >= UNIT_FROM_TERMS && columns >= PANEL;
+        self.matrix.as_ref().filter(|_| enough)
+    }
+
+    /// Whether a matrix unit computes a product.
+    pub(crate) fn has_unit_for(&self, linear: &Linear<'_, T>) -> bool {
+        self.unit_for(linear).is_some()
+    }
+
     /// `out (+)= x[rows] w[:, columns] + bias[columns]`; `out` is `[rows, columns]` with any strides, and is read only if
-    /// it is added to.
+    /// it is added to. The columns begin with a panel of `w`.
     ///
-    /// `scratch` grows to [`block_scratch`] elements at most and can be used again.
+    /// `scratch` grows to [`Kernels::block_scratch`] elements at most and can be used again.
     pub(crate) fn linear_block(
         &self,
         linear: &Linear<'_, T>,
@@ -200,12 +224,20 @@ impl<T: Real> Kernels<T> {
             return;
         }
         let copied = if has_rows(&out) { 0 } else { out.len() };
-        let operands = operand_scratch(x.nrows(), columns.len(), x.ncols());
+        let operands = self.operand_scratch(x.nrows(), columns.len(), x.ncols());
         let (operands, copy) = aligned(scratch, operands + copied).split_at_mut(operands);
-        let form = |out: ArrayViewMut2<'_, T>, start| match linear.w {
-            Factor::Prepacked(w) => self.prepacked_tiles(x, w, columns, out, start, operands),
-            Factor::Plain(w) => {
-                // Decided by the whole of both, because inner products add in another order: the cut must not choose.
+        let form = |out: ArrayViewMut2<'_, T>, start| match (self.unit_for(linear), linear.w) {
+            (Some(unit), Factor::Prepacked(w)) => {
+                let w = Columns::Prepacked(w, columns.start);
+                self.matrix_tiles(unit, x, w, out, start, operands);
+            }
+            (Some(unit), Factor::Plain(w)) => {
+                let w = Columns::Plain(w.slice_move(s![.., columns]));
+                self.matrix_tiles(unit, x, w, out, start, operands);
+            }
+            (None, Factor::Prepacked(w)) => self.prepacked_tiles(x, w, columns, out, start, operands),
+            (None, Factor::Plain(w)) => {
+                // Decided by the whole of both, because inner products add in another order too.
                 let inner = linear.x.nrows() <= self.inner_rows(w.nrows()) && is_turned(&w);
                 let w = w.slice_move(s![.., columns]);
                 if inner {
@@ -284,7 +316,7 @@ impl<T: Real> Kernels<T> {
         let streamed = if few { columns / PANEL * PANEL } else { 0 };
 
         for terms in chunks(0..depth, self.depth) {
-            let (strip, copy) = scratch.split_at_mut(strip_len(columns, depth));
+            let (strip, copy) = scratch.split_at_mut(strip_len(columns, depth.min(DEPTH)));
             let mut x = self.broadcast_operand(x.slice_move(s![.., terms.clone()]), columns, copy);
             let w = w.slice_move(s![terms, ..]);
             if streamed > 0 {
@@ -328,7 +360,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// A copy with contiguous rows.
-    fn contiguous<'a>(&self, x: ArrayView2<'a, T>, copy: &'a mut [T]) -> ArrayView2<'a, T> {
+    pub(super) fn contiguous<'a>(&self, x: ArrayView2<'a, T>, copy: &'a mut [T]) -> ArrayView2<'a, T> {
         let copy = &mut copy[..x.len()];
         self.pack_scaled(x, T::one(), copy);
         // Cannot fail: the slice has as many elements as the shape.
@@ -336,7 +368,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// At most `DEPTH` rows and `STRIP` columns of `w` in panels.
-    fn pack_strip(&self, w: ArrayView2<'_, T>, strip: &mut [T]) -> Panels<T> {
+    pub(super) fn pack_strip(&self, w: ArrayView2<'_, T>, strip: &mut [T]) -> Panels<T> {
         let panel = if is_unit(&w, 1) {
             let panel = strip_panel(w.nrows());
             self.pack_columns(w, panel, strip);
@@ -436,6 +468,13 @@ pub(super) struct Broadcast<'a, T> {
     fetch: bool,
 }
 
+impl<'a, T> Broadcast<'a, T> {
+    /// One that is read where it is.
+    pub(super) fn of(x: ArrayView2<'a, T>) -> Self {
+        Self { x, copy: &mut [], fetch: false }
+    }
+}
+
 /// Columns in panels of 16, as `tile.rs` describes `b`.
 #[derive(Clone, Copy)]
 pub(super) struct Panels<T> {
@@ -445,7 +484,7 @@ pub(super) struct Panels<T> {
 }
 
 /// A range in pieces of `size`, the last one shorter.
-pub(super) fn chunks(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn chunks(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> + Clone {
     range.clone().step_by(size).map(move |start| start..range.end.min(start + size))
 }
 
@@ -462,7 +501,7 @@ fn is_turned<T>(view: &ArrayView2<'_, T>) -> bool {
 }
 
 /// Whether no axis runs backwards.
-fn is_forward<T>(view: &ArrayView2<'_, T>) -> bool {
+pub(super) fn is_forward<T>(view: &ArrayView2<'_, T>) -> bool {
     (0..2).all(|axis| view.len_of(Axis(axis)) <= 1 || view.strides()[axis] >= 0)
 }
 

@@ -25,6 +25,7 @@
 
 use super::PANEL;
 use super::real::Real;
+use super::simd::LINE;
 use super::tile::Start;
 
 /// Terms that an instruction of the unit adds up.
@@ -32,6 +33,12 @@ pub(crate) const STEP: usize = 32;
 
 /// Parts of a number.
 pub(super) const PARTS: usize = 3;
+
+/// Products of parts for a product of numbers.
+pub(super) const PRODUCTS: usize = 6;
+
+/// Panels that all rows meet before the next ones: the sums of two panels are what the unit has registers for.
+pub(super) const TOGETHER: usize = 2;
 
 /// Rows of a product at most.
 pub(crate) const UNIT_ROWS: usize = 32;
@@ -44,12 +51,18 @@ pub(super) struct Matrix<T> {
     /// Gives the unit back.
     pub(super) release: unsafe fn(),
     pub(super) multiply: unsafe fn(&Multiply<T>),
+    /// The same, and beside each step a few lines of the panels to come.
+    pub(super) multiply_beside: unsafe fn(&Multiply<T>, &mut Coming<T>),
     /// A product whose result nobody wants: the unit falls asleep without one.
     pub(super) stay_awake: unsafe fn(),
     pub(super) split_rows: unsafe fn(&SplitRows<T>) -> Extent,
     /// The same for numbers that fit.
     pub(super) split_weights: unsafe fn(&SplitRows<T>),
+    /// The same of up to [`UNIT_ROWS`] rows, and the extent of each.
+    pub(super) split_each: unsafe fn(&SplitRows<T>, &mut [Extent; UNIT_ROWS]),
     pub(super) split_panel: unsafe fn(&SplitPanel<T>) -> Extent,
+    /// So many more lines of the panels to come.
+    pub(super) split_more: unsafe fn(&mut Coming<T>, usize),
 }
 
 /// `c[i][j] = (c[i][j] +) Σ_t a[i][t] b[t][j]`, by pointers.
@@ -79,19 +92,104 @@ pub(super) struct SplitRows<T> {
     pub(super) terms: usize,
     pub(super) from: *const T,
     pub(super) from_row: usize,
+    /// Numbers from 16 terms of a row to its next 16: as many, unless something is between them.
+    pub(super) from_next: usize,
     pub(super) to: *mut T,
     /// Numbers from a part of all rows to the next.
     pub(super) to_part: usize,
 }
 
-/// A panel of 16 columns to be split.
+/// Up to 16 columns to be split; those that are missing become zeros.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SplitPanel<T> {
     pub(super) terms: usize,
-    /// Columns that are read; the others are zero.
     pub(super) columns: usize,
     pub(super) from: *const T,
+    /// Numbers from term to term.
+    pub(super) from_row: usize,
     pub(super) to: *mut T,
+}
+
+/// Panels that are split bit by bit, a line of each part at a time: the unit leaves the vectors of the CPU idle, and they have
+/// time to wait for memory too.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Coming<T> {
+    panels: [SplitPanel<T>; TOGETHER],
+    count: usize,
+    /// Where the next line is.
+    pub(super) panel: usize,
+    pub(super) line: usize,
+    /// Lines to be split beside each product of parts.
+    pub(super) pace: usize,
+    /// Memory to be asked for, so many lines beside each product of parts.
+    pub(super) from: *const u8,
+    pub(super) fetches: usize,
+    /// The largest absolute values of each panel, lane by lane.
+    pub(super) largest: [[u32; PANEL]; TOGETHER],
+}
+
+impl<T> Coming<T> {
+    /// No panels.
+    pub(super) fn nothing() -> Self {
+        let panel = SplitPanel { terms: 0, columns: 0, from: std::ptr::null(), from_row: 0, to: std::ptr::null_mut() };
+        let panels = std::array::from_fn(|_| SplitPanel { ..panel });
+        Self {
+            panels,
+            count: 0,
+            panel: 0,
+            line: 0,
+            pace: 0,
+            from: std::ptr::null(),
+            fetches: 0,
+            largest: [[0; PANEL]; TOGETHER],
+        }
+    }
+
+    /// Forgets the panels. (A copy of nothing would wait for the unit's sums to reach memory, which are older.)
+    pub(super) fn clear(&mut self) {
+        (self.count, self.panel, self.line, self.fetches) = (0, 0, 0, 0);
+    }
+
+    /// One more; there are [`TOGETHER`] at most.
+    ///
+    /// # Safety
+    /// The columns must be readable for all terms and the panel writable until all lines are split.
+    pub(super) unsafe fn push(&mut self, panel: SplitPanel<T>) {
+        let SplitPanel { terms, columns, from, from_row, to } = panel;
+        let place = &mut self.panels[self.count];
+        place.terms = terms;
+        place.columns = columns;
+        place.from = from;
+        place.from_row = from_row;
+        place.to = to;
+        self.largest[self.count] = [0; PANEL];
+        self.count += 1;
+    }
+
+    /// Asks memory for numbers beside so many products.
+    pub(super) fn fetch(&mut self, from: *const T, numbers: usize, products: usize) {
+        self.from = from.cast();
+        self.fetches = (numbers * size_of::<T>()).div_ceil(LINE).div_ceil(products);
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The panel whose turn it is.
+    #[inline]
+    pub(super) fn next(&self) -> Option<&SplitPanel<T>> {
+        self.panels[..self.count].get(self.panel)
+    }
+
+    /// All lines of all panels.
+    pub(super) fn lines(&self) -> usize {
+        self.count * steps(self.panels[0].terms) * PANEL
+    }
+
+    pub(super) fn extent(&self, panel: usize) -> Extent {
+        Extent { largest: self.largest[panel].iter().copied().fold(0, u32::max) }
+    }
 }
 
 /// How large the numbers of a matrix are.
@@ -102,6 +200,9 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
+    /// Of no numbers.
+    pub(crate) const NOTHING: Self = Self { largest: 0 };
+
     /// Of some numbers.
     pub(super) fn of<T: Real>(numbers: &[T]) -> Self {
         let bits = |x: &T| x.to_f32().unwrap_or(f32::NAN).abs().to_bits();
@@ -114,6 +215,11 @@ impl Extent {
         const EXPONENT: u32 = f32::MANTISSA_DIGITS - 1;
         const BIAS: u32 = f32::MAX_EXP as u32 - 1;
         self.largest == 0 || ((BIAS - 60) << EXPONENT..=(BIAS + 60) << EXPONENT).contains(&self.largest)
+    }
+
+    /// Of both.
+    pub(crate) fn and(self, other: Self) -> Self {
+        Self { largest: self.largest.max(other.largest) }
     }
 }
 
@@ -150,14 +256,23 @@ impl<'m, T> Session<'m, T> {
     /// readable and writable, and overlap neither.
     #[inline]
     pub(super) unsafe fn multiply(&mut self, product: &Multiply<T>) {
-        // SAFETY: the unit is there, since somebody was handed its table, and it is ready for so many rows; the rest of the
-        // contract is handed on.
+        // SAFETY: the contract is handed on; the unit is ready for so many rows.
         unsafe {
-            if self.rows != product.rows {
-                (self.matrix.shape)(product.rows);
-                self.rows = product.rows;
-            }
+            self.shape(product.rows);
             (self.matrix.multiply)(product);
+        }
+    }
+
+    /// The same, and some of the panels to come.
+    ///
+    /// # Safety
+    /// As above; the panels to come overlap nothing of the product.
+    #[inline]
+    pub(super) unsafe fn multiply_beside(&mut self, product: &Multiply<T>, coming: &mut Coming<T>) {
+        // SAFETY: as above.
+        unsafe {
+            self.shape(product.rows);
+            (self.matrix.multiply_beside)(product, coming);
         }
     }
 
@@ -167,6 +282,19 @@ impl<'m, T> Session<'m, T> {
         if self.rows > 0 {
             // SAFETY: the unit is there, and ready.
             unsafe { (self.matrix.stay_awake)() }
+        }
+    }
+
+    /// Makes the unit ready.
+    ///
+    /// # Safety
+    /// `rows` is in `1..=UNIT_ROWS`.
+    #[inline]
+    unsafe fn shape(&mut self, rows: usize) {
+        if self.rows != rows {
+            // SAFETY: the unit is there, since somebody was handed its table.
+            unsafe { (self.matrix.shape)(rows) }
+            self.rows = rows;
         }
     }
 }
@@ -193,8 +321,15 @@ mod tests {
 
     fn split_rows(matrix: &Matrix<f32>, x: &[f32], rows: usize, terms: usize) -> (Vec<f32>, Extent) {
         let mut to = nans(split_rows_len(rows, terms));
-        let shape =
-            SplitRows { rows, terms, from: x.as_ptr(), from_row: terms, to: to.as_mut_ptr(), to_part: rows * PANEL };
+        let shape = SplitRows {
+            rows,
+            terms,
+            from: x.as_ptr(),
+            from_row: terms,
+            from_next: PANEL,
+            to: to.as_mut_ptr(),
+            to_part: rows * PANEL,
+        };
         // SAFETY: both have that many rows.
         let extent = unsafe { (matrix.split_rows)(&shape) };
         (to, extent)
@@ -204,7 +339,13 @@ mod tests {
         let mut to = nans(split_panel_len(terms));
         // SAFETY: both are a panel of so many terms.
         let extent = unsafe {
-            (matrix.split_panel)(&SplitPanel { terms, columns: PANEL, from: x.as_ptr(), to: to.as_mut_ptr() })
+            (matrix.split_panel)(&SplitPanel {
+                terms,
+                columns: PANEL,
+                from: x.as_ptr(),
+                from_row: PANEL,
+                to: to.as_mut_ptr(),
+            })
         };
         (to, extent)
     }

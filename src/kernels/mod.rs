@@ -32,6 +32,7 @@
 //! | `scratch.rs` | working memory that begins at a cache line |
 //! | `slab.rs` | memory that is kept from call to call, in huge pages |
 //! | `gemm.rs` | projections: blocks of `x w + bias` |
+//! | `gemm_matrix.rs` | the same of many rows by a matrix unit |
 //! | `prepacked.rs` | weights that were packed for all calls to come |
 //! | `blocks.rs` | disjoint blocks of one matrix for many threads |
 //! | `deal.rs` | disjoint rows of one output for many threads |
@@ -48,6 +49,7 @@ mod dots;
 mod dropout;
 mod exp;
 mod gemm;
+mod gemm_matrix;
 #[cfg(feature = "half")]
 mod halves;
 mod level;
@@ -91,7 +93,7 @@ pub(crate) use back::{BackGroup, BackRoom};
 pub(crate) use blocks::Blocks;
 pub(crate) use deal::{Block, Deal};
 pub(crate) use dropout::{Dropped, Drops, RowKey};
-pub(crate) use gemm::{Factor, Linear, block_scratch};
+pub(crate) use gemm::{Factor, Linear};
 pub use level::{Level, UnknownLevel};
 pub(crate) use lines::Lines;
 pub(crate) use matrix::{UNIT_ROWS, split_rows_len};

@@ -18,6 +18,8 @@
 //! | two threads | 0.63 | 0.49 | 0.78 | 1.00 | 0.95 |
 
 use super::gemm::{Panels, chunks, is_unit};
+use super::gemm_matrix::SPLIT_TERMS;
+use super::matrix::{Extent, Matrix, SplitPanel, split_panel_len};
 use super::real::Real;
 use super::slab::Lot;
 use super::table::Kernels;
@@ -40,6 +42,9 @@ pub(crate) struct Prepacked<T> {
     /// Terms of the sum that follow each other in a panel.
     depth: usize,
     numbers: Lot<T>,
+    /// The same as a matrix unit takes it, where there is one: panels of [`SPLIT_TERMS`] terms. One that it may not multiply
+    /// with begins with NaN, which no other does.
+    split: Lot<T>,
 }
 
 impl<T: Real> Prepacked<T> {
@@ -54,16 +59,31 @@ impl<T: Real> Prepacked<T> {
             (_, 0) => 0,
             (terms, columns) => padded(terms).saturating_mul(padded(columns)),
         };
-        let lots = Lot::of_lens(matrices.iter().map(len))?;
-        Ok(matrices.iter().zip(lots).map(|(w, numbers)| Self::packed(w.view(), numbers)).collect())
+        let split_len = |w: &ArrayView2<'_, T>| match w.dim() {
+            (terms, columns) if T::kernels(Level::available()[0]).matrix.is_some() => {
+                split_panel_len(terms).saturating_mul(columns.div_ceil(PANEL))
+            }
+            _ => 0,
+        };
+        let count = matrices.len();
+        let lens =
+            (0..2 * count).map(|at| if at < count { len(&matrices[at]) } else { split_len(&matrices[at - count]) });
+        let mut lots = Lot::of_lens(lens).map_err(|at| at % count.max(1))?;
+        let split = lots.split_off(count);
+        Ok(matrices
+            .iter()
+            .zip(lots)
+            .zip(split)
+            .map(|((w, numbers), split)| Self::packed(w.view(), numbers, split))
+            .collect())
     }
 
-    fn packed(w: ArrayView2<'_, T>, mut numbers: Lot<T>) -> Self {
+    fn packed(w: ArrayView2<'_, T>, mut numbers: Lot<T>, split: Lot<T>) -> Self {
         let dim = w.dim();
         let kernels = T::kernels(Level::best());
         let depth = kernels.depth;
         if numbers.is_empty() {
-            return Self { dim, depth, numbers };
+            return Self { dim, depth, numbers, split };
         }
         let mut left = &mut numbers[..];
         for terms in chunks(0..dim.0, depth) {
@@ -76,7 +96,37 @@ impl<T: Real> Prepacked<T> {
                 kernels.pack_columns(w, rows * PANEL, chunk);
             }
         }
-        Self { dim, depth, numbers }
+        let mut packed = Self { dim, depth, numbers, split };
+        if let Some(matrix) = &T::kernels(Level::available()[0]).matrix {
+            packed.split_all(matrix);
+        }
+        packed
+    }
+
+    /// Splits what has been packed.
+    fn split_all(&mut self, matrix: &Matrix<T>) {
+        let mut at = 0;
+        for terms in chunks(0..self.dim.0, SPLIT_TERMS) {
+            for column in (0..self.dim.1).step_by(PANEL) {
+                let to = &mut self.split[at..][..split_panel_len(terms.len())];
+                at += to.len();
+                let (mut extent, mut end) = (Extent::NOTHING, 0);
+                // The parts that it was packed in are whole steps, but for the last.
+                for terms in chunks(terms.clone(), self.depth) {
+                    let Panels { data: from, k: from_row, .. } = panels(&self.numbers, self.dim, &terms, column);
+                    let part = &mut to[end..][..split_panel_len(terms.len())];
+                    end += part.len();
+                    let (terms, to) = (terms.len(), part.as_mut_ptr());
+                    // SAFETY: a packed panel has the terms and 16 columns; there is room for a split one.
+                    let part =
+                        unsafe { (matrix.split_panel)(&SplitPanel { terms, columns: PANEL, from, from_row, to }) };
+                    extent = extent.and(part);
+                }
+                if !extent.fits() {
+                    to[0] = T::nan();
+                }
+            }
+        }
     }
 
     /// `[in, out]`
@@ -84,12 +134,26 @@ impl<T: Real> Prepacked<T> {
         self.dim
     }
 
-    /// The panels of a chunk of the terms, from a column on that begins one.
-    fn panels(&self, terms: &Range<usize>, column: usize) -> Panels<T> {
-        let rows = padded(terms.len());
-        let at = terms.start * padded(self.dim.1) + column * rows;
-        Panels { data: self.numbers[at..].as_ptr(), panel: rows * PANEL, k: PANEL }
+    /// The panel of some terms from a column on that begins one, split for a matrix unit, and whether that may multiply with
+    /// it. The terms are those that [`SPLIT_TERMS`] cuts.
+    pub(super) fn split_panel(&self, terms: &Range<usize>, column: usize) -> (*const T, bool) {
+        let len = split_panel_len(terms.len());
+        let before = split_panel_len(terms.start) * self.dim.1.div_ceil(PANEL);
+        let panel = &self.split[before + column / PANEL * len..][..len];
+        (panel.as_ptr(), !panel[0].is_nan())
     }
+
+    /// The panels of a chunk of the terms, from a column on that begins one.
+    pub(super) fn panels(&self, terms: &Range<usize>, column: usize) -> Panels<T> {
+        panels(&self.numbers, self.dim, terms, column)
+    }
+}
+
+/// Those of a packed matrix of such a shape.
+fn panels<T>(numbers: &[T], dim: (usize, usize), terms: &Range<usize>, column: usize) -> Panels<T> {
+    let rows = padded(terms.len());
+    let at = terms.start * padded(dim.1) + column * rows;
+    Panels { data: numbers[at..].as_ptr(), panel: rows * PANEL, k: PANEL }
 }
 
 /// What so many terms or columns are filled up to with zeros; `usize::MAX` for more than it can count.
@@ -104,7 +168,8 @@ impl<T> fmt::Debug for Prepacked<T> {
 }
 
 impl<T: Real> Kernels<T> {
-    /// `out (+)= x w[:, columns]`, for an output whose rows are contiguous. The columns begin with a panel.
+    /// `out (+)= x w[:, columns]`, for an output whose rows are contiguous. The columns begin with a panel. All but what a
+    /// matrix unit computes.
     pub(super) fn prepacked_tiles(
         &self,
         x: ArrayView2<'_, T>,

@@ -134,6 +134,7 @@ impl<T: Real> Kernels<T> {
                     terms: head_dim,
                     from: q.as_ptr().add(row * q_row),
                     from_row: q_row,
+                    from_next: PANEL,
                     to: to.as_mut_ptr().add(row * PANEL),
                     to_part: rows * PANEL,
                 })
@@ -180,7 +181,7 @@ impl<T: Real> Kernels<T> {
             fit &= unsafe {
                 let to = to.as_mut_ptr().add(panel * split_panel_len(terms));
                 let columns = columns.saturating_sub(panel * PANEL).min(PANEL);
-                (matrix.split_panel)(&SplitPanel { terms, columns, from: from.as_ptr(), to })
+                (matrix.split_panel)(&SplitPanel { terms, columns, from: from.as_ptr(), from_row: PANEL, to })
             }
             .fits();
         }
@@ -412,7 +413,17 @@ impl<'a, T: Real> Unit<'a, T> {
     unsafe fn split(&self, p: *const T, rows: usize, to: *mut T) {
         let to_part = UNIT_ROWS * PANEL;
         // SAFETY: the contract is handed on.
-        unsafe { (self.matrix.split_weights)(&SplitRows { rows, terms: KEYS, from: p, from_row: KEYS, to, to_part }) }
+        unsafe {
+            (self.matrix.split_weights)(&SplitRows {
+                rows,
+                terms: KEYS,
+                from: p,
+                from_row: KEYS,
+                from_next: PANEL,
+                to,
+                to_part,
+            })
+        }
     }
 
     /// `o += p v`. The product may be run if `weights` are as many split rows, at most 32, and so many rows of `o` are readable and
