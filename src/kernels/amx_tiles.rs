@@ -12,12 +12,10 @@
 //! Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and volume 2.
 
 use super::PANEL;
-use super::amx::split_more;
-use super::matrix::{Coming, Multiply, PARTS, UNIT_ROWS};
+use super::matrix::{Multiply, PARTS, UNIT_ROWS};
 use super::simd::LINE;
 use super::tile::Start;
 use std::arch::asm;
-use std::arch::x86_64::*;
 
 /// A line of assembly, if the flag before it is 1.
 macro_rules! line {
@@ -39,46 +37,25 @@ macro_rules! line_of_both {
     };
 }
 
-/// A product of one part of each operand, with the loads of what comes next; then a little of what is to be split, while the
-/// unit multiplies.
-macro_rules! product {
-    ($beside:ident, $coming:ident, [$($name:ident = $value:expr),*], $($lines:tt)*) => {
-        // SAFETY: the operands are readable (contract). Nothing but the unit's own instructions touches its registers.
-        unsafe {
-            asm!(
-                concat!("# {line}" $(, " {", stringify!($name), "}")*),
-                $($lines)*
-                $($name = in(reg) $value,)*
-                line = in(reg) LINE,
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly, preserves_flags)
-            );
-            if $beside {
-                split_more($coming, $coming.pace);
-            }
-        }
-    };
-}
+pub(super) use {line, line_of_both};
 
 /// One block of sums: 16 rows, or up to 32 if `$r` is 1, by one panel, or two if `$c` is 1.
 ///
 /// The six products of a step go from small to large; one of them has the part of one operand that the product before had.
-/// What is split beside a step has its time: the multiplications wait in the unit.
 macro_rules! block {
     ($name:ident, $r:tt, $c:tt) => {
         /// # Safety
-        /// As [`multiply`] and [`split_more`]; `panel` is one of the block, and the one after it too if there are two.
-        #[target_feature(enable = "avx512f")]
-        unsafe fn $name<const BESIDE: bool>(m: &Multiply<f32>, panel: usize, coming: &mut Coming<f32>) {
+        /// As [`multiply`]; `panel` is one of the block, and the one after it too if there are two. There is a step.
+        #[inline]
+        unsafe fn $name(m: &Multiply<f32>, panel: usize) {
             let c = m.c.wrapping_add(panel * PANEL);
-            let d = c.wrapping_add(PANEL * m.c_row);
-            let row = m.c_row * size_of::<f32>();
-            // SAFETY: the sums are readable (contract); the registers have been given their shapes.
+            let b = m.b.wrapping_add(panel * m.b_panel);
+            let part = |part: usize| m.a.wrapping_add(part * m.a_part);
+            // SAFETY: the operands are readable and the sums writable (contract); the registers have been given their shapes.
             unsafe {
                 asm!(
-                    // Every operand has to be named, also by blocks that have no second rows.
-                    "# {d}",
+                    // Every operand has to be named, also by blocks that have no second rows or panel.
+                    "# {d} {e}",
                     "test {add:e}, {add:e}",
                     "jz 3f",
                     "tileloadd tmm0, [{c} + {row}*1]",
@@ -92,96 +69,76 @@ macro_rules! block {
                     line!($r, "tilezero tmm2"),
                     line_of_both!($r, $c, "tilezero tmm3"),
                     "2:",
-                    add = in(reg) usize::from(m.start == Start::Add),
-                    c = in(reg) c,
-                    d = in(reg) d,
-                    row = in(reg) row,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    options(nostack)
-                );
-            }
-            let rows_a_step = UNIT_ROWS.div_ceil(m.steps.max(1));
-            let (mut a, mut b) = (m.a, m.b.wrapping_add(panel * m.b_panel));
-            let mut ahead = c.wrapping_add(UNIT_ROWS * m.c_row);
-            for _ in 0..m.steps {
-                for _ in 0..rows_a_step {
-                    for line in 0..2 + $c {
-                        _mm_prefetch::<_MM_HINT_ET0>(ahead.wrapping_add(line * PANEL).cast());
-                    }
-                    ahead = ahead.wrapping_add(m.c_row);
-                }
-                let [a1, a2, a3] = std::array::from_fn(|part| a.wrapping_add(part * m.a_part));
-                let e = b.wrapping_add(m.b_panel);
-                // a3 b1
-                product!(BESIDE, coming, [a = a3, n = a2, b = b, e = e],
-                    "tileloadd tmm4, [{a} + {line}*1]",
+                    // a3 b1
+                    "tileloadd tmm4, [{a3} + {line}*1]",
                     "tileloadd tmm6, [{b} + {line}*1]",
-                    line!($r, "tileloadd tmm5, [{a} + {line}*1 + 1024]"),
+                    line!($r, "tileloadd tmm5, [{a3} + {line}*1 + 1024]"),
                     line!($c, "tileloadd tmm7, [{e} + {line}*1]"),
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     line!($c, "tdpbf16ps tmm1, tmm4, tmm7"),
-                    "tileloadd tmm4, [{n} + {line}*1]",
+                    "tileloadd tmm4, [{a2} + {line}*1]",
                     line!($r, "tdpbf16ps tmm2, tmm5, tmm6"),
                     line_of_both!($r, $c, "tdpbf16ps tmm3, tmm5, tmm7"),
-                    line!($r, "tileloadd tmm5, [{n} + {line}*1 + 1024]"),
-                );
-                // a2 b1
-                product!(BESIDE, coming, [b = b, e = e],
+                    line!($r, "tileloadd tmm5, [{a2} + {line}*1 + 1024]"),
+                    // a2 b1
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     line!($r, "tdpbf16ps tmm2, tmm5, tmm6"),
                     "tileloadd tmm6, [{b} + {line}*1 + 1024]",
                     line!($c, "tdpbf16ps tmm1, tmm4, tmm7"),
                     line_of_both!($r, $c, "tdpbf16ps tmm3, tmm5, tmm7"),
                     line!($c, "tileloadd tmm7, [{e} + {line}*1 + 1024]"),
-                );
-                // a2 b2
-                product!(BESIDE, coming, [n = a1],
+                    // a2 b2
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     line!($c, "tdpbf16ps tmm1, tmm4, tmm7"),
-                    "tileloadd tmm4, [{n} + {line}*1]",
+                    "tileloadd tmm4, [{a1} + {line}*1]",
                     line!($r, "tdpbf16ps tmm2, tmm5, tmm6"),
                     line_of_both!($r, $c, "tdpbf16ps tmm3, tmm5, tmm7"),
-                    line!($r, "tileloadd tmm5, [{n} + {line}*1 + 1024]"),
-                );
-                // a1 b2
-                product!(BESIDE, coming, [b = b, e = e],
+                    line!($r, "tileloadd tmm5, [{a1} + {line}*1 + 1024]"),
+                    // a1 b2
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     line!($r, "tdpbf16ps tmm2, tmm5, tmm6"),
                     "tileloadd tmm6, [{b} + {line}*1 + 2048]",
                     line!($c, "tdpbf16ps tmm1, tmm4, tmm7"),
                     line_of_both!($r, $c, "tdpbf16ps tmm3, tmm5, tmm7"),
                     line!($c, "tileloadd tmm7, [{e} + {line}*1 + 2048]"),
-                );
-                // a1 b3
-                product!(BESIDE, coming, [b = b, e = e],
+                    // a1 b3
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     line!($r, "tdpbf16ps tmm2, tmm5, tmm6"),
                     "tileloadd tmm6, [{b} + {line}*1]",
                     line!($c, "tdpbf16ps tmm1, tmm4, tmm7"),
                     line_of_both!($r, $c, "tdpbf16ps tmm3, tmm5, tmm7"),
                     line!($c, "tileloadd tmm7, [{e} + {line}*1]"),
-                );
-                // a1 b1
-                product!(BESIDE, coming, [],
+                    // a1 b1
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     line!($c, "tdpbf16ps tmm1, tmm4, tmm7"),
                     line!($r, "tdpbf16ps tmm2, tmm5, tmm6"),
                     line_of_both!($r, $c, "tdpbf16ps tmm3, tmm5, tmm7"),
-                );
-                (a, b) = (a.wrapping_add(PARTS * m.a_part), b.wrapping_add(PARTS * PANEL * PANEL));
-            }
-            // SAFETY: the sums are writable (contract).
-            unsafe {
-                asm!(
-                    "# {d}",
+                    "add {a1}, {a_step}",
+                    "add {a2}, {a_step}",
+                    "add {a3}, {a_step}",
+                    "add {b}, 3072",
+                    "add {e}, 3072",
+                    "dec {steps}",
+                    "jnz 2b",
                     "tilestored [{c} + {row}*1], tmm0",
                     line!($c, "tilestored [{c} + {row}*1 + 64], tmm1"),
                     line!($r, "tilestored [{d} + {row}*1], tmm2"),
                     line_of_both!($r, $c, "tilestored [{d} + {row}*1 + 64], tmm3"),
+                    add = in(reg) usize::from(m.start == Start::Add),
                     c = in(reg) c,
-                    d = in(reg) d,
-                    row = in(reg) row,
-                    options(nostack, preserves_flags)
+                    d = in(reg) c.wrapping_add(PANEL * m.c_row),
+                    row = in(reg) m.c_row * size_of::<f32>(),
+                    a1 = inout(reg) part(0) => _,
+                    a2 = inout(reg) part(1) => _,
+                    a3 = inout(reg) part(2) => _,
+                    a_step = in(reg) PARTS * m.a_part * size_of::<f32>(),
+                    b = inout(reg) b => _,
+                    e = inout(reg) b.wrapping_add(m.b_panel) => _,
+                    steps = inout(reg) m.steps => _,
+                    line = in(reg) LINE,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack)
                 );
             }
         }
@@ -198,30 +155,24 @@ block!(half_and_panel, 0, 0);
 /// - `a` and `b` are readable, split as `matrix.rs` says; so many rows and panels of `c` are readable and writable, and
 ///   overlap neither.
 pub(super) unsafe fn multiply(m: &Multiply<f32>) {
-    // SAFETY: the contract is the same.
-    unsafe { blocks::<false>(m, &mut Coming::nothing()) }
-}
-
-/// # Safety
-/// As [`multiply`] and [`split_more`]; what is split overlaps nothing else.
-pub(super) unsafe fn multiply_beside(m: &Multiply<f32>, coming: &mut Coming<f32>) {
-    // SAFETY: the contract is the same.
-    unsafe { blocks::<true>(m, coming) }
-}
-
-/// # Safety
-/// As [`multiply_beside`].
-#[inline]
-unsafe fn blocks<const BESIDE: bool>(m: &Multiply<f32>, coming: &mut Coming<f32>) {
     debug_assert!((1..=UNIT_ROWS).contains(&m.rows));
+    if m.steps == 0 {
+        if m.start == Start::Zero {
+            for row in 0..m.rows {
+                // SAFETY: the row is writable (contract).
+                unsafe { m.c.add(row * m.c_row).write_bytes(0, m.panels * PANEL) };
+            }
+        }
+        return;
+    }
     for panel in (0..m.panels).step_by(2) {
-        // SAFETY: the contract is handed on; who has the unit has AVX-512.
+        // SAFETY: the contract is handed on, and there is a step.
         unsafe {
             match (m.rows > PANEL, panel + 1 < m.panels) {
-                (true, true) => rows_and_panels::<BESIDE>(m, panel, coming),
-                (true, false) => rows_and_panel::<BESIDE>(m, panel, coming),
-                (false, true) => half_and_panels::<BESIDE>(m, panel, coming),
-                (false, false) => half_and_panel::<BESIDE>(m, panel, coming),
+                (true, true) => rows_and_panels(m, panel),
+                (true, false) => rows_and_panel(m, panel),
+                (false, true) => half_and_panels(m, panel),
+                (false, false) => half_and_panel(m, panel),
             }
         }
     }
