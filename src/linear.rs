@@ -89,7 +89,7 @@ const PREPACKED_BLOCK_ROWS: usize = 66;
 /// a block, and each of x once for all columns.
 const UNIT_BLOCKS: [[usize; 2]; 5] = [[1024, 512], [512, 512], [256, 512], [256, 256], [128, 256]];
 
-/// Of them, those are taken that leave so many blocks for each thread.
+/// The first of them are taken that leave so many blocks for each thread.
 const BLOCKS_PER_THREAD: usize = 2;
 
 /// Blocks that the larger number of rows must leave, for threads to share.

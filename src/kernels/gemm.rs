@@ -4,13 +4,14 @@
 //! y[i][j] = (y[i][j] +) bias[j] + Σ_t x[i][t] w[t][j]      x [n, in], w [in, out], y [n, out]; x and w with any strides
 //! ```
 //!
-//! The caller cuts `y` into blocks, by rows and columns as it likes, and may hand them to threads. The sum over `t` runs
-//! in one order for every element, so the cut changes no bit of the result.
+//! The caller cuts `y` into blocks, by rows and whole panels of columns as it likes, and may hand them to threads. The sum over
+//! `t` runs in one order for every element, so the cut changes no bit of the result.
 //!
 //! * Many rows: for each 128 or 256 terms of the sum, the columns of `w` are packed to panels (in `f32` 128 KiB for 128 terms
 //!   of 256 columns: they stay in the second-level cache, which feeds the multipliers as well as the first), and every group
 //!   of 6 rows of `x` meets them. A `w` that is stored transposed is packed by transposing, at about the same cost. Packing
 //!   takes the time of reading `w` and is worth it from a few rows on; the more rows a block has, the less of it is left.
+//! * Many rows of `f32`, where the CPU has a matrix unit: `gemm_matrix.rs`.
 //! * Few rows: copying would cost more than it saves, and the time is that of reading `w`. It is read once, where it is,
 //!   a few whole rows at a time. How many rows are few depends on the level: with registers of four cache lines it pays
 //!   up to 12 rows; with AVX2 (Zen 3, 1024 x 1024) 4 rows take 0.38 ms so and 0.25 ms packed, 1 row 0.14 and 0.18 ms.
