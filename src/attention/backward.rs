@@ -58,7 +58,7 @@ pub(super) fn backward<T: Element>(
         dims: *dims,
         query_tile: back_tile(dims, wish),
         key_block: key_block(dims),
-        unit: T::kernels(rules.level).uses_unit(dims.q_len.saturating_mul(rules.heads.largest_group())),
+        unit: rules.use_unit(dims),
         mods: BackMods {
             biased: rules.bias.is_some(),
             capped: rules.softcap.is_some(),

@@ -54,6 +54,8 @@ pub(crate) struct Rules<'a, T> {
     pub(crate) softcap: Option<T>,
     pub(crate) dropout: Option<Dropout<T>>,
     pub(crate) level: Level,
+    /// Whether the caller asked for it by name.
+    pub(crate) named: bool,
     pub(crate) mask: BoundMask<'a>,
     pub(crate) bias: Option<Bias<'a, T>>,
     pub(crate) relative_keys: Option<RelativeKeys<'a, T>>,
@@ -81,6 +83,7 @@ impl<'a, T: Element> Rules<'a, T> {
             softcap: options.softcap.map(check_softcap).transpose()?,
             dropout: options.dropout.map_or(Ok(None), |(rate, seed)| Dropout::new(rate, seed))?,
             level: options.level.map_or_else(|| Ok(Level::best()), check_level)?,
+            named: options.level.is_some(),
             bias: Bias::new(options, dims, &mask)?,
             relative_keys: match &options.relative_keys {
                 Some(keys) => Some(RelativeKeys::new(keys.view(), dims.head_dim, &mask)?),
@@ -261,6 +264,14 @@ pub(crate) fn check_softcap<T: Element>(softcap: f64) -> Result<T> {
     let expected = "a finite number above 0";
     let value: T = finite("softcap", expected, softcap)?;
     if value > T::zero() { Ok(value) } else { Err(Error::value("softcap", expected, shown::<T>(softcap))) }
+}
+
+impl<T: Element> Rules<'_, T> {
+    /// Whether the products of a call are made by a matrix unit.
+    pub(crate) fn use_unit(&self, dims: &Dims) -> bool {
+        let rows = dims.q_len.saturating_mul(self.heads.largest_group());
+        T::kernels(self.level).uses_unit(rows, dims.head_dim, self.named)
+    }
 }
 
 fn check_level(level: Level) -> Result<Level> {

@@ -222,7 +222,7 @@ impl ItemSize {
     pub(super) fn new<T: Element>(rows: usize, dims: Dims, rules: &Rules<'_, T>) -> Self {
         let Rules { bias, dropout, relative_keys, .. } = rules;
         let distances = relative_keys.map_or(0, |keys| keys.view().nrows());
-        let unit = T::kernels(rules.level).uses_unit(dims.q_len.saturating_mul(rules.heads.largest_group()));
+        let unit = rules.use_unit(&dims);
         Self { rows, dims, biased: bias.is_some(), drops: dropout.is_some(), distances, unit }
     }
 

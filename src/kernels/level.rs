@@ -18,7 +18,8 @@ use std::sync::OnceLock;
 #[non_exhaustive]
 pub enum Level {
     /// [`Level::Avx512`] with the matrix unit AMX, for products of `f32` with many rows: each is six products of `bf16`, whose
-    /// sum is no less exact. Linux is asked once, for the whole process, to let it use the unit.
+    /// sum is no less exact. Linux is asked once, for the whole process, to let it use the unit. Attention of few queries goes
+    /// without, unless a call asks for this level by name.
     Amx,
     /// x86-64 with AVX-512 F and DQ: vectors of 64 bytes.
     Avx512,

@@ -30,8 +30,15 @@ use super::tile::{MAX_ROWS, Start};
 use super::{KEYS, PANEL};
 use std::ops::Range;
 
-/// Calls with fewer rows to a KV head are computed by multiply-adds: what has to be split for them takes longer than it saves.
-const FEWEST_UNIT_ROWS: usize = 32;
+/// Calls with fewer rows to a KV head, or fewer of their numbers, are computed by multiply-adds: what has to be split for them
+/// takes longer than it saves. Time by the unit over that by multiply-adds, 96 heads on a thread of an Emerald Rapids: 1.25,
+/// 1.03, 1.00 and 0.88 for 64, 128, 160 and 256 queries and keys of 64 numbers; 1.12, 0.92 and 0.83 for 64, 128 and 192 of 128
+/// numbers.
+const FEWEST_UNIT_ROWS: usize = 128;
+const FEWEST_UNIT_NUMBERS: usize = 160 * 64;
+
+/// The fewest rows where the unit was asked for by name: a block of it.
+const FEWEST_NAMED_ROWS: usize = UNIT_ROWS;
 
 /// Rows of a block whose scores are made at once where not all of them see the whole tile: whole groups of six, and whole
 /// blocks of the unit.
@@ -110,9 +117,10 @@ pub(crate) fn split_values_len(width: usize) -> usize {
 }
 
 impl<T: Real> Kernels<T> {
-    /// Whether calls with so many rows to a KV head are computed by the unit.
-    pub(crate) fn uses_unit(&self, rows: usize) -> bool {
-        self.matrix.is_some() && rows >= FEWEST_UNIT_ROWS
+    /// Whether calls with so many rows to a KV head are computed by the unit; `named` says that the caller named the level.
+    pub(crate) fn uses_unit(&self, rows: usize, head_dim: usize, named: bool) -> bool {
+        let enough = rows >= FEWEST_UNIT_ROWS && rows.saturating_mul(head_dim) >= FEWEST_UNIT_NUMBERS;
+        self.matrix.is_some() && (enough || named && rows >= FEWEST_NAMED_ROWS)
     }
 
     /// The first `head_dim` numbers of `rows` rows that begin `q_row` apart, split into the first numbers of `to`.
