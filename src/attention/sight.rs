@@ -18,7 +18,10 @@ use std::ops::Range;
 
 use super::walk::Walk;
 use crate::element::Element;
-use crate::kernels::{BLOCK_ROWS, KEYS, MAX_ROWS, PANEL, key_bits};
+use crate::kernels::{BLOCK_ROWS, KEYS, MAX_ROWS, PANEL, UNIT_ROWS, key_bits};
+
+/// Rows of a run that the matrix unit meets at once: half a block of it. Fewer are met with those beside them.
+const SHORTEST_RUN: usize = UNIT_ROWS / 2;
 
 /// What a group of rows sees of a tile.
 pub(super) struct Sight {
@@ -77,8 +80,8 @@ impl<T: Element> Walk<'_, '_, T> {
         Seeing { some: rows(begun..ended), all: rows(all), run: 0 }
     }
 
-    /// Where the run of groups ends that starts at `row` and sees all keys of tile `tile`; `row` if its group does not.
-    /// Rows are asked for in ascending order.
+    /// Where the run of groups ends that starts at `row` and sees all keys of tile `tile`; `row` if its group does not. For the
+    /// matrix unit, runs are of [`SHORTEST_RUN`] rows or more, in groups or not. Rows are asked for in ascending order.
     pub(super) fn run_of_all(&self, seeing: &mut Seeing, row: usize, tile: usize) -> usize {
         if row >= seeing.run {
             let sees = |&row: &usize| self.mask.of_head(self.row(row).0).dense_word(self.index(row), tile) == u64::MAX;
@@ -86,6 +89,8 @@ impl<T: Element> Walk<'_, '_, T> {
                 false => row,
                 true if !self.mask.is_dense() => seeing.all.end,
                 true => match (row..seeing.all.end).find(|row| !sees(row)) {
+                    Some(hidden) if self.unit && hidden - row >= SHORTEST_RUN => hidden,
+                    Some(_) if self.unit => row,
                     Some(hidden) => row + (hidden - row) / MAX_ROWS * MAX_ROWS,
                     None => seeing.all.end,
                 },
@@ -158,6 +163,14 @@ impl<T: Element> Walk<'_, '_, T> {
             let alone = all && runs;
             block.rows.end = end.min(row + MAX_ROWS);
             *sight = if all { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
+            if let Some(Sight { bits: Some(bits), .. }) = sight.as_ref().filter(|_| runs && self.unit) {
+                // The group ends where a run begins.
+                let mut later = (row..block.rows.end).zip(bits).skip(1).filter(|(_, bits)| **bits == u64::MAX);
+                if let Some((run, _)) = later.find(|&(row, _)| self.run_of_all(seeing, row, keys.start / KEYS) > row) {
+                    block.rows.end = run;
+                    *sight = self.sight(row..run, keys.clone());
+                }
+            }
             if let Some(sight) = sight {
                 let Range { start, end } = sight.panels;
                 let first = block.panels.is_empty();

@@ -166,7 +166,7 @@ pub(super) struct Walk<'p, 'a, T: 'static> {
     /// Where the rows are written in the end.
     output: Option<Upcoming>,
     /// Whether products are made by the matrix unit.
-    unit: bool,
+    pub(super) unit: bool,
 }
 
 impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
