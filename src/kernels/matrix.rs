@@ -6,8 +6,9 @@
 //! ```
 //!
 //! Six products of 16 bits for one of 32, each summed up in `f32`. A unit with 16 times the rate of the multipliers, as AMX
-//! has, is still 2.7 times as fast, and not less exact: it rounds once for many terms. The error of 64 to 2048 terms was
-//! measured as 0.2 to 0.4 of that of one multiply-add after the other.
+//! has, is still 2.7 times as fast, and not less exact: it rounds once for many terms. The errors of sums of 64 to 2048 terms were
+//! measured as 0.42 to 0.45 of those of one multiply-add after the other (root mean square; the largest of ten thousand 0.35 to
+//! 0.62).
 //!
 //! Numbers below 2^-126 are zero to the unit. That is no loss as long as the largest number of a matrix is far from there,
 //! and the sums stay finite as long as it is far from the other end too: whoever splits a matrix is told so ([`Extent`]),
