@@ -3,8 +3,7 @@
 //! Whether it is there, how it is made ready, and how numbers are split for it; the products are in `amx_tiles.rs`.
 
 use super::PANEL;
-use super::amx_beside::multiply_beside;
-use super::amx_tiles::multiply;
+use super::amx_tiles::{multiply, multiply_beside};
 use super::matrix::{Coming, Extent, Matrix, PARTS, STEP, SplitPanel, SplitRows, UNIT_ROWS};
 use super::simd::{LATER, LINE, prefetch};
 use std::arch::asm;

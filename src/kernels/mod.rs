@@ -12,7 +12,7 @@
 //! | `normal.rs` | GELU by the normal distribution |
 //! | `norm.rs` | rows to their norms |
 //! | `tile.rs` | products: a few rows in registers |
-//! | `matrix.rs`, `amx.rs`, `amx_tiles.rs`, `amx_beside.rs` | products: many rows by a matrix unit |
+//! | `matrix.rs`, `amx.rs`, `amx_tiles.rs` | products: many rows by a matrix unit |
 //! | `operand.rs`, `halves.rs` | operands of 16 bits |
 //! | `dots.rs` | products of few rows with a matrix stored transposed |
 //! | `pack.rs` | copies into the layouts that products read |
@@ -84,8 +84,6 @@ mod values;
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
-#[cfg(target_arch = "x86_64")]
-mod amx_beside;
 #[cfg(target_arch = "x86_64")]
 mod amx_tiles;
 #[cfg(target_arch = "x86_64")]
