@@ -9,8 +9,9 @@
 //! by the tile, see [`crate::Workspace`].
 
 use super::Outputs;
+use super::room::Room;
 use super::schedule::query_tile;
-use super::walk::{Call, Room, Rows, State, TileRoom, Walk};
+use super::walk::{Call, Rows, Walk};
 use super::workspace::{ItemSize, Scratch, Workspace};
 use crate::element::Element;
 use crate::error::Result;
@@ -63,27 +64,8 @@ fn item<'p, T: Element>(
 ) {
     let at = Rows { entry: block.entry(), kv_head: block.kv_head(), positions: block.positions() };
     let walk = Walk::new(call, kernels, at).with_output(block.output());
-    let (buffers, row_keys) = scratch.parts(&walk.size().lengths());
-    let [
-        queries,
-        context,
-        maxima,
-        sums,
-        keys,
-        values,
-        scores,
-        bias,
-        relative,
-        split_queries,
-        split_keys,
-        split_values,
-        weights,
-        ..,
-    ] = buffers;
-    let split = [split_keys, split_values];
-    let rest = TileRoom { keys, values, split, scores, weights, bias, relative, row_keys };
-    let mut state = State { context, maxima, sums };
+    let (mut state, mut room) = Room::of(scratch, &walk.size().lengths());
     state.clear();
-    walk.run(walk.tiles(), after, &mut state, Room { queries, split_queries, rest });
+    walk.run(walk.tiles(), after, &mut state, &mut room);
     walk.write(&mut state, &mut block);
 }

@@ -42,6 +42,7 @@ mod problem;
 mod reference;
 mod reference_backward;
 mod relative_keys;
+mod room;
 mod row_shares;
 mod schedule;
 mod sight;

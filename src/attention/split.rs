@@ -12,7 +12,8 @@
 //! walk, so the keys and values of a group are read once. Chunks depend on the lengths and the mask, never on the
 //! threads, and so do the bits of the result.
 
-use super::walk::{Call, Room, Rows, State, TileRoom, Walk};
+use super::room::Room;
+use super::walk::{Call, Rows, State, Walk};
 use super::workspace::{ItemSize, Workspace};
 use super::{Outputs, schedule};
 use crate::element::Element;
@@ -86,23 +87,7 @@ pub(super) fn forward<'p, T: Element>(
     };
     let blocks = Blocks::new(states.view_mut(), 1, numbers);
     parallel::for_each_worker(workers, |scratch| {
-        let (buffers, row_keys) = scratch.parts(&size.lengths());
-        let [
-            queries,
-            _,
-            _,
-            _,
-            keys,
-            values,
-            scores,
-            bias,
-            relative,
-            split_queries,
-            split_keys,
-            split_values,
-            weights,
-            ..,
-        ] = buffers;
+        let (_, mut room) = Room::of(scratch, &size.lengths());
         while let Some(part) = blocks.next() {
             let (group, index) = (part.rows.start / chunks, part.rows.start % chunks);
             let walk = walk(group / heads.num_read(), group % heads.num_read());
@@ -110,18 +95,7 @@ pub(super) fn forward<'p, T: Element>(
             let mut state = State::new(numbers, &walk.size());
             state.clear();
             let first = walk.tiles().start + index * chunk_tiles;
-            let rest = TileRoom {
-                keys: &mut *keys,
-                values: &mut *values,
-                split: [&mut *split_keys, &mut *split_values],
-                scores: &mut *scores,
-                weights: &mut *weights,
-                bias: &mut *bias,
-                relative: &mut *relative,
-                row_keys: &mut *row_keys,
-            };
-            let room = Room { queries: &mut *queries, split_queries: &mut *split_queries, rest };
-            walk.run(first..first + chunk_tiles, None, &mut state, room);
+            walk.run(first..first + chunk_tiles, None, &mut state, &mut room);
         }
     });
 
@@ -133,8 +107,7 @@ pub(super) fn forward<'p, T: Element>(
     // A state is read and added for every chunk: as much work as a few keys.
     let merging = parallel::workers(states.len() as f64 * 4.0, deal.len()).min(workers.len());
     parallel::for_each_worker(&mut workers[..merging], |scratch| {
-        let ([_, context, maxima, sums, ..], _) = scratch.parts(&size.lengths());
-        let mut state = State { context, maxima, sums };
+        let (mut state, _) = Room::of(scratch, &size.lengths());
         while let Some(mut block) = deal.next() {
             let read = heads.read_index_of(block.kv_head());
             let walk = walk(block.entry(), read);

@@ -18,6 +18,7 @@ use std::ops::Range;
 use super::bias::ScoreRow;
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
+use super::room::{Room, RowsRoom, TileRoom};
 use super::sight::{BlockSight, Seeing};
 use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
@@ -96,48 +97,12 @@ impl<'s, T: Element> State<'s, T> {
 /// 0.93, in `bf16` 0.70; Emerald Rapids, two threads).
 const HOT_NUMBERS: f64 = (1 << 21) as f64;
 
-/// Memory that a walk works in.
-pub(super) struct Room<'s, T> {
-    /// `[rows][head_dim]`
-    pub(super) queries: &'s mut [T],
-    /// The same, split for the matrix unit, if there is one.
-    pub(super) split_queries: &'s mut [T],
-    pub(super) rest: TileRoom<'s, T>,
-}
-
 /// The packed queries of a walk.
 #[derive(Clone, Copy)]
 struct Asking<'s, T> {
     /// `[rows][head_dim]`
     rows: &'s [T],
     split: Option<SplitQueries<'s, T>>,
-}
-
-/// What each tile needs.
-pub(super) struct TileRoom<'s, T> {
-    pub(super) keys: &'s mut [T],
-    pub(super) values: &'s mut [T],
-    /// Both, split for the matrix unit.
-    pub(super) split: [&'s mut [T]; 2],
-    /// `[2][6][64]`, or as the matrix unit wants it.
-    pub(super) scores: &'s mut [T],
-    /// For the matrix unit.
-    pub(super) weights: &'s mut [T],
-    /// `[6][64]`, if there is a bias.
-    pub(super) bias: &'s mut [T],
-    /// `[rows][distances]`, if there are relative keys.
-    pub(super) relative: &'s mut [T],
-    /// `[rows]`, if there is dropout.
-    pub(super) row_keys: &'s mut Vec<RowKey>,
-}
-
-/// What the rows of a block need besides the packed tile.
-struct RowsRoom<'r, 's, T> {
-    scores: &'r mut &'s mut [T],
-    weights: &'r mut &'s mut [T],
-    bias: &'r mut &'s mut [T],
-    relative: &'r mut &'s mut [T],
-    row_keys: &'r mut &'s mut Vec<RowKey>,
 }
 
 /// One tile of keys, and what memory is asked for while the rows meet them.
@@ -248,20 +213,26 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
 
     /// Meets the keys of the tiles that are among `tiles`, in ascending order. `after` is what the thread will probably do
     /// then: memory is asked for its first keys in time.
-    pub(super) fn run(&self, tiles: Range<usize>, after: Option<Rows>, state: &mut State<'_, T>, room: Room<'_, T>) {
+    pub(super) fn run(
+        &self,
+        tiles: Range<usize>,
+        after: Option<Rows>,
+        state: &mut State<'_, T>,
+        room: &mut Room<'_, T>,
+    ) {
         let visible = self.tiles();
         let tiles = tiles.start.max(visible.start)..tiles.end.min(visible.end);
         if tiles.is_empty() {
             return;
         }
         let Call { dims, rules, .. } = self.call;
-        let Room { queries, split_queries, mut rest } = room;
+        let Room { queries, split_queries, tile: room } = room;
         let queries = self.queries(queries);
         if let Some(dropout) = &rules.dropout {
-            self.fill_row_keys(dropout, rest.row_keys);
+            self.fill_row_keys(dropout, room.rows.row_keys);
         }
         if let Some(from) = &rules.relative_keys {
-            self.relative_products(from, queries, [&mut *rest.keys, &mut *rest.scores], rest.relative);
+            self.relative_products(from, queries, [&mut *room.keys, &mut *room.rows.scores], room.rows.relative);
         }
         let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
         let mut after = after.map(|Rows { entry, kv_head, positions }| {
@@ -283,11 +254,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             let more = tile + 1 < visible.end;
             let next = if more { Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }) } else { after.take() };
             let step = Step { keys: keys_of(tile), next: next.filter(|_| asks), output: self.output.filter(|_| last) };
-            if simple && whole.contains(&tile) && self.whole_tile(&step, queries, state, &mut rest) {
+            if simple && whole.contains(&tile) && self.whole_tile(&step, queries, state, room) {
                 continue;
             }
             let seeing = self.seeing(step.keys.clone(), whole.contains(&tile));
-            self.tile(step, seeing, queries, state, &mut rest);
+            self.tile(step, seeing, queries, state, room);
         }
     }
 
@@ -307,7 +278,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         state: &mut State<'_, T>,
         room: &mut TileRoom<'_, T>,
     ) -> bool {
-        let TileRoom { keys, values, split, scores, weights, .. } = room;
+        let TileRoom { keys, values, split, rows: RowsRoom { scores, weights, .. } } = room;
         let groups = self.rows.div_ceil(MAX_ROWS);
         let from = self.unpack(step, groups, [keys, values], split, weights);
         let tile = self.key_tile(from, step.output, 0..KEYS / PANEL, 0, groups);
@@ -336,8 +307,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let some = seeing.some.clone();
         let groups = some.len().div_ceil(MAX_ROWS);
         let most = if queries.split.is_some() { BLOCK_ROWS } else { MAX_ROWS };
-        let TileRoom { keys: room_keys, values, split, scores, weights, bias, relative, row_keys } = room;
-        let mut room = RowsRoom { scores, weights, bias, relative, row_keys };
+        let TileRoom { keys: room_keys, values, split, rows: room } = room;
         let (mut unpacked, mut packed) = (Some(([&mut **room_keys, &mut **values], split)), None);
         let mut row = some.start;
         while row < some.end {
@@ -364,7 +334,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 at_once = false;
             }
             row = block.rows.end;
-            self.block(&tile, keys.clone(), block, queries, state, &mut room);
+            self.block(&tile, keys.clone(), block, queries, state, room);
         }
     }
 
@@ -376,7 +346,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         block: BlockSight,
         queries: Asking<'_, T>,
         state: &mut State<'_, T>,
-        room: &mut RowsRoom<'_, '_, T>,
+        room: &mut RowsRoom<'_, T>,
     ) {
         let rules = self.call.rules;
         let rows = block.rows.clone();
