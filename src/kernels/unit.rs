@@ -24,9 +24,10 @@ use super::matrix::{
 use super::operand::Operand;
 use super::real::Real;
 use super::softmax::Softmax;
-use super::step::{Group, KeyTile, Queries, extent};
+use super::step::{Group, KeyTile, Next, Queries, extent};
 use super::table::{Kernels, VALUES_PANEL};
 use super::tile::{MAX_ROWS, Start};
+use super::upcoming::Shares;
 use super::{KEYS, PANEL};
 use std::ops::Range;
 
@@ -229,7 +230,7 @@ impl<T: Real> Kernels<T> {
     pub(crate) fn unit_scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) -> bool {
         let Some(unit) = Unit::new(self, group, tile) else { return false };
         let mut session = Session::new(unit.matrix);
-        self.unit_fetch(tile, None, 0..group.rows);
+        Requests::new(tile, None).fetch(0..group.rows);
         assert!(group.rows <= BLOCK_ROWS && group.rows * KEYS <= group.p.len(), "room for the scores of the rows");
         for first in (0..group.rows).step_by(UNIT_ROWS) {
             let rows = UNIT_ROWS.min(group.rows - first);
@@ -282,6 +283,7 @@ impl<T: Real> Kernels<T> {
         let weights = all.weights[..UNIT_WEIGHTS].as_mut_ptr();
 
         let mut session = Session::new(unit.matrix);
+        let requests = Requests::new(tile, bias);
         let most = if biases.is_some() { MAX_ROWS } else { MOST_TOGETHER };
         for block in (0..rows).step_by(UNIT_ROWS) {
             let block = block..rows.min(block + UNIT_ROWS);
@@ -315,7 +317,7 @@ impl<T: Real> Kernels<T> {
                     });
                     unit.split(p, rows.len(), weights.add((first - block.start) * PANEL));
                     session.stay_awake();
-                    self.unit_fetch(tile, bias, rows);
+                    requests.fetch(rows);
                 }
                 let o = o.as_mut_ptr().add(block.start * o_row);
                 session.multiply(&unit.values(weights, block.len(), width, o, o_row));
@@ -323,21 +325,37 @@ impl<T: Real> Kernels<T> {
         }
         true
     }
+}
 
-    /// Asks memory for what comes after rows of a tile.
-    fn unit_fetch(&self, tile: &KeyTile<'_, T>, bias: Option<Lines<'_, T>>, rows: Range<usize>) {
-        if let Some(bias) = bias {
-            bias.fetch(rows.start + UNIT_ROWS..rows.end + UNIT_ROWS, 0..KEYS);
+/// What memory is asked for while rows meet a tile: each of them for its share.
+struct Requests<'a, T> {
+    /// Rows that will be packed for the tile after, and those that will be written.
+    rows: [Option<Shares>; 3],
+    bias: Option<Lines<'a, T>>,
+    /// Rows that meet the tile before these.
+    first: usize,
+}
+
+impl<'a, T: Copy> Requests<'a, T> {
+    fn new(tile: &KeyTile<'_, T>, bias: Option<Lines<'a, T>>) -> Self {
+        let [keys, values] = match tile.next {
+            Some(Next::Rows(next)) => next.map(Some),
+            _ => [None; 2],
+        };
+        let parts = (tile.groups * MAX_ROWS).div_ceil(MOST_TOGETHER);
+        let rows = [keys, values, tile.output].map(|rows| rows.map(|rows| rows.shared(parts)));
+        Self { rows, bias, first: tile.group * MAX_ROWS }
+    }
+
+    /// Asks for the share of some rows.
+    fn fetch(&self, rows: Range<usize>) {
+        let Range { start, end } = rows;
+        if let Some(bias) = self.bias {
+            bias.fetch(start + UNIT_ROWS..end + UNIT_ROWS, 0..KEYS);
         }
-        for group in rows.start.div_ceil(MAX_ROWS)..rows.end.div_ceil(MAX_ROWS) {
-            let group = tile.group + group;
-            if let Some(next) = tile.next {
-                next.keys(group, tile.groups);
-                next.values(group, tile.groups);
-            }
-            if let Some(output) = tile.output {
-                output.fetch(group, tile.groups);
-            }
+        let part = |row: usize| (self.first + row).div_ceil(MOST_TOGETHER);
+        for rows in self.rows.iter().flatten() {
+            rows.fetch(part(start)..part(end));
         }
     }
 }
