@@ -385,7 +385,9 @@ impl<T: Element> Backward<'_, '_, T> {
             partial: false,
         };
         let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&(keys.start / KEYS)));
-        let by_unit = self.unit_products(walk.rows(), seeing.some.clone(), offset, block, queries);
+        // Whole groups, so that all of their products are numbers.
+        let some = seeing.some.start / MAX_ROWS * MAX_ROWS..seeing.some.end.next_multiple_of(MAX_ROWS).min(walk.rows());
+        let by_unit = self.unit_products(walk.rows(), some, offset, block, queries);
         for (index, row) in (0..walk.rows()).step_by(MAX_ROWS).enumerate() {
             let rows = row..walk.rows().min(row + MAX_ROWS);
             let all = rows.end <= walk.run_of_all(&mut seeing, row, keys.start / KEYS);

@@ -1,24 +1,24 @@
 //! What the rows of a walk see of a tile of keys.
 //!
-//! Rows ascend by position, and both ends of the keys that a query sees by structure grow with its position. So the groups
-//! of six rows that see some of a tile follow each other, and so do those among them that see all of it:
+//! Rows ascend by position, and both ends of the keys that a query sees by structure grow with its position. So the rows that
+//! see some of a tile follow each other, and so do those among them that see all of it:
 //!
 //! ```text
 //!                    keys of the tile
-//! groups             ................      see nothing: not met
+//! rows               ................      see nothing: not met
 //!    .               xx..............
-//!    .   some        xxxxxxxx........      looked at group by group, for panels of 16 keys and the bits of rows
+//!    .   some        xxxxxxxx........      looked at six by six, for panels of 16 keys and the bits of rows
 //!    .         all   xxxxxxxxxxxxxxxx      met at once, see `kernels/rows.rs`
 //!    .               xxxxxxxxxxxxxxxx
 //! ```
 //!
-//! Dense rules are asked by word, 64 keys of a row at a time; they end runs of groups that see all.
+//! Dense rules are asked by word, 64 keys of a row at a time; they end runs of rows that see all.
 
 use std::ops::Range;
 
 use super::walk::Walk;
 use crate::element::Element;
-use crate::kernels::{BLOCK_ROWS, KEYS, MAX_ROWS, PANEL, UNIT_ROWS, key_bits};
+use crate::kernels::{KEYS, MAX_ROWS, PANEL, UNIT_ROWS, key_bits};
 
 /// Rows of a run that the matrix unit meets at once: half a block of it. Fewer are met with those beside them.
 const SHORTEST_RUN: usize = UNIT_ROWS / 2;
@@ -36,7 +36,7 @@ impl Sight {
     pub(super) const WHOLE: Self = Self { panels: 0..KEYS / PANEL, bits: None };
 }
 
-/// The rows that a tile concerns, as whole groups of six from the first row of the walk on.
+/// The rows that a tile concerns.
 pub(super) struct Seeing {
     /// Those that may see some of its keys.
     pub(super) some: Range<usize>,
@@ -65,23 +65,22 @@ impl<T: Element> Walk<'_, '_, T> {
         if whole {
             return Seeing { some: 0..self.rows, all: 0..self.rows, run: 0 };
         }
-        let groups = self.rows.div_ceil(MAX_ROWS);
-        let first = |group: usize| self.keys(group * MAX_ROWS);
-        let last = |group: usize| self.keys(self.rows.min((group + 1) * MAX_ROWS) - 1);
-        let begun = first_where(0..groups, |group| last(group).end > keys.start);
-        let ended = first_where(begun..groups, |group| first(group).start >= keys.end);
+        let begun = first_where(0..self.rows, |row| self.keys(row).end > keys.start);
+        let ended = first_where(begun..self.rows, |row| self.keys(row).start >= keys.end);
         let all = if keys.len() == KEYS {
-            let begun = first_where(begun..ended, |group| first(group).end >= keys.end);
-            begun..first_where(begun..ended, |group| last(group).start > keys.start)
+            let all = first_where(begun..ended, |row| self.keys(row).end >= keys.end);
+            // Whole blocks of the unit before them, as those that begin with a tile of keys are but for one row.
+            let all = if self.unit { ended.min(begun + (all - begun).next_multiple_of(SHORTEST_RUN)) } else { all };
+            all..first_where(all..ended, |row| self.keys(row).start > keys.start)
         } else {
             begun..begun
         };
-        let rows = |groups: Range<usize>| groups.start * MAX_ROWS..self.rows.min(groups.end * MAX_ROWS);
-        Seeing { some: rows(begun..ended), all: rows(all), run: 0 }
+        Seeing { some: begun..ended, all, run: 0 }
     }
 
-    /// Where the run of groups ends that starts at `row` and sees all keys of tile `tile`; `row` if its group does not. For the
-    /// matrix unit, runs are of [`SHORTEST_RUN`] rows or more, in groups or not. Rows are asked for in ascending order.
+    /// Where the run of rows ends that starts at `row` and sees all keys of tile `tile`; `row` if it does not. Where dense rules
+    /// end it, a run is of [`SHORTEST_RUN`] rows or more for the matrix unit, and else of whole groups of six. Rows are asked for
+    /// in ascending order.
     pub(super) fn run_of_all(&self, seeing: &mut Seeing, row: usize, tile: usize) -> usize {
         if row >= seeing.run {
             let sees = |&row: &usize| self.mask.of_head(self.row(row).0).dense_word(self.index(row), tile) == u64::MAX;
@@ -132,7 +131,7 @@ pub(super) struct BlockSight {
     /// Where the run of rows ends that starts with the block and sees all keys; its start if there is none.
     pub(super) run: usize,
     /// Of each group, what it sees, if it sees any of it.
-    pub(super) groups: [Option<Sight>; BLOCK_ROWS / MAX_ROWS],
+    pub(super) groups: [Option<Sight>; UNIT_ROWS.div_ceil(MAX_ROWS)],
     /// The panels that some group sees.
     pub(super) panels: Range<usize>,
 }
@@ -148,7 +147,7 @@ impl<T: Element> Walk<'_, '_, T> {
         most: usize,
         runs: bool,
     ) -> BlockSight {
-        let end = seeing.some.end.min(first + most.min(BLOCK_ROWS));
+        let end = seeing.some.end.min(first + most.min(UNIT_ROWS));
         let run = self.run_of_all(seeing, first, keys.start / KEYS);
         let mut block = BlockSight { rows: first..first, run, groups: Default::default(), panels: 0..0 };
         for sight in &mut block.groups {
@@ -156,13 +155,14 @@ impl<T: Element> Walk<'_, '_, T> {
             if row >= end {
                 break;
             }
-            let all = row < self.run_of_all(seeing, row, keys.start / KEYS);
-            if all && runs && row > first {
+            let run = self.run_of_all(seeing, row, keys.start / KEYS);
+            let alone = row < run && runs;
+            if alone && row > first {
                 break;
             }
-            let alone = all && runs;
             block.rows.end = end.min(row + MAX_ROWS);
-            *sight = if all { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
+            *sight =
+                if block.rows.end <= run { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
             if let Some(Sight { bits: Some(bits), .. }) = sight.as_ref().filter(|_| runs && self.unit) {
                 // The group ends where a run begins.
                 let mut later = (row..block.rows.end).zip(bits).skip(1).filter(|(_, bits)| **bits == u64::MAX);

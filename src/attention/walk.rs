@@ -24,8 +24,8 @@ use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    BLOCK_ROWS, Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, Scoring, SplitQueries,
-    Upcoming, rows_of_tile,
+    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, Scoring, SplitQueries, UNIT_ROWS, Upcoming,
+    rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -306,7 +306,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let mut at_once = self.at_once();
         let some = seeing.some.clone();
         let groups = some.len().div_ceil(MAX_ROWS);
-        let most = if queries.split.is_some() { BLOCK_ROWS } else { MAX_ROWS };
+        let most = if queries.split.is_some() { UNIT_ROWS } else { MAX_ROWS };
         let TileRoom { keys: room_keys, values, split, rows: room } = room;
         let (mut unpacked, mut packed) = (Some(([&mut **room_keys, &mut **values], split)), None);
         let mut row = some.start;
@@ -351,7 +351,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let rules = self.call.rules;
         let rows = block.rows.clone();
         let mut all = self.group(rows.clone(), queries, state, [&mut *room.scores, &mut *room.weights]);
-        let by_unit = self.kernels.unit_scores(&mut all, tile);
+        let mut unit = self.kernels.unit_scores(&mut all, tile);
+        let by_unit = unit.is_some();
         for (index, sight) in block.groups.into_iter().enumerate() {
             let first = rows.start + index * MAX_ROWS;
             let rows = first..rows.end.min(first + MAX_ROWS);
@@ -384,16 +385,17 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                     drops: dropout.drops,
                 }),
             };
-            if by_unit {
+            if let Some(unit) = &mut unit {
                 self.kernels.weights(&mut group, &tile, &scoring);
                 tile.clear_hidden(group.rows, group.p);
+                unit.stay_awake();
             } else {
                 self.kernels.weigh(&mut group, &tile, &scoring);
             }
         }
-        if by_unit {
+        if let Some(unit) = &mut unit {
             let mut all = self.group(rows, queries, state, [&mut *room.scores, &mut *room.weights]);
-            self.kernels.unit_values(&mut all, tile);
+            self.kernels.unit_values(unit, &mut all, tile);
         }
     }
 

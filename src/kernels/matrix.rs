@@ -242,7 +242,7 @@ pub(crate) const fn split_panel_len(terms: usize) -> usize {
 
 /// The unit, made ready for products on this thread, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Session<'m, T> {
+pub(crate) struct Session<'m, T> {
     matrix: &'m Matrix<T>,
     /// For which it is ready.
     rows: usize,
@@ -280,7 +280,7 @@ impl<'m, T> Session<'m, T> {
 
     /// Keeps the unit from falling asleep where the next product is some time off.
     #[inline]
-    pub(super) fn stay_awake(&mut self) {
+    pub(crate) fn stay_awake(&mut self) {
         if self.rows > 0 {
             // SAFETY: the unit is there, and ready.
             unsafe { (self.matrix.stay_awake)() }

@@ -159,7 +159,7 @@ pub(crate) fn rows_of_tile<T>(numbers: &[T]) -> [&[T]; MAX_ROWS] {
 
 impl<T: Real> KeyTile<'_, T> {
     /// The keys of the panels: a range within 0..64.
-    fn range(&self) -> Range<usize> {
+    pub(super) fn range(&self) -> Range<usize> {
         columns(&self.panels)
     }
 

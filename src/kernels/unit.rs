@@ -41,12 +41,8 @@ const FEWEST_UNIT_NUMBERS: usize = 160 * 64;
 /// The fewest rows where the unit was asked for by name: a block of it.
 const FEWEST_NAMED_ROWS: usize = UNIT_ROWS;
 
-/// Rows of a block whose scores are made at once where not all of them see the whole tile: whole groups of six, and whole
-/// blocks of the unit.
-pub(crate) const BLOCK_ROWS: usize = 3 * UNIT_ROWS;
-
 /// Numbers of scores that a walk by the unit needs room for.
-pub(crate) const UNIT_SCORES: usize = BLOCK_ROWS * KEYS;
+pub(crate) const UNIT_SCORES: usize = UNIT_ROWS * KEYS;
 
 /// Numbers that the split weights of a block of the unit take.
 pub(crate) const UNIT_WEIGHTS: usize = split_rows_len(UNIT_ROWS, KEYS);
@@ -226,41 +222,40 @@ impl<T: Real> Kernels<T> {
         }
     }
 
-    /// `p = q k^T` of up to [`BLOCK_ROWS`] rows, for the keys of the panels. False if group or tile is not split.
-    pub(crate) fn unit_scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) -> bool {
-        let Some(unit) = Unit::new(self, group, tile) else { return false };
-        let mut session = Session::new(unit.matrix);
+    /// `p = q k^T` of up to 32 rows, for the keys of the panels, and the unit for their values. `None` if group or tile is not
+    /// split.
+    pub(crate) fn unit_scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) -> Option<Session<'_, T>> {
+        let mut session = Session::new(self.matrix.as_ref()?);
+        let unit = Unit::new(self, group, tile)?;
         Requests::new(tile, None).fetch(0..group.rows);
-        assert!(group.rows <= BLOCK_ROWS && group.rows * KEYS <= group.p.len(), "room for the scores of the rows");
-        for first in (0..group.rows).step_by(UNIT_ROWS) {
-            let rows = UNIT_ROWS.min(group.rows - first);
-            let (rows, panels) = (first..first + rows, tile.panels.clone());
-            // SAFETY: the rows are some of the group, and `p` has that many.
+        if group.rows > 0 {
+            assert!(group.rows <= UNIT_ROWS, "a block of rows");
+            let p = group.p[..group.rows * KEYS].as_mut_ptr();
+            // SAFETY: the rows are all of the group, and `p` has that many.
             unsafe {
-                let p = group.p.as_mut_ptr().add(first * KEYS);
-                session.multiply(&unit.scores(rows.clone(), panels.clone(), p));
-                unit.replace_unfit(rows, panels, p);
+                session.multiply(&unit.scores(0..group.rows, tile.panels.clone(), p));
+                unit.replace_unfit(0..group.rows, tile.panels.clone(), p);
             }
         }
-        true
+        Some(session)
     }
 
-    /// `o += p v` of as many rows; `p` must be zero where a row does not see a key of the tile.
-    pub(crate) fn unit_values(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
+    /// `o += p v` of as many rows, of which none sees a key beyond the panels; `p` must be zero where a row does not see a key
+    /// of the tile.
+    pub(crate) fn unit_values(&self, session: &mut Session<'_, T>, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
         let Some(unit) = Unit::new(self, group, tile) else { return };
-        let mut session = Session::new(unit.matrix);
-        let weights = &mut group.weights[..UNIT_WEIGHTS];
-        let p = &group.p[..group.rows * KEYS];
-        let o = &mut group.o[..extent(group.rows, group.o_row, tile.padded_width())];
-        for first in (0..group.rows).step_by(UNIT_ROWS) {
-            let rows = UNIT_ROWS.min(group.rows - first);
-            // SAFETY: the slices above hold all rows, and weights for 32.
-            unsafe {
-                let weights = weights.as_mut_ptr();
-                unit.split(p.as_ptr().add(first * KEYS), rows, weights);
-                let o = o.as_mut_ptr().add(first * group.o_row);
-                session.multiply(&unit.values(weights, rows, tile.padded_width(), o, group.o_row));
-            }
+        let rows = group.rows.min(UNIT_ROWS);
+        if rows == 0 {
+            return;
+        }
+        let weights = group.weights[..UNIT_WEIGHTS].as_mut_ptr();
+        let p = group.p[..rows * KEYS].as_ptr();
+        let o = group.o[..extent(rows, group.o_row, tile.padded_width())].as_mut_ptr();
+        let seen = tile.range().end;
+        // SAFETY: the slices above hold all rows, and weights for 32.
+        unsafe {
+            unit.split(p, rows, seen, weights);
+            session.multiply(&unit.values(weights, [rows, seen, tile.padded_width()], o, group.o_row));
         }
     }
 
@@ -315,12 +310,12 @@ impl<T: Real> Kernels<T> {
                         softcap,
                         factor,
                     });
-                    unit.split(p, rows.len(), weights.add((first - block.start) * PANEL));
+                    unit.split(p, rows.len(), KEYS, weights.add((first - block.start) * PANEL));
                     session.stay_awake();
                     requests.fetch(rows);
                 }
                 let o = o.as_mut_ptr().add(block.start * o_row);
-                session.multiply(&unit.values(weights, block.len(), width, o, o_row));
+                session.multiply(&unit.values(weights, [block.len(), KEYS, width], o, o_row));
             }
         }
         true
@@ -431,18 +426,18 @@ impl<'a, T: Real> Unit<'a, T> {
         }
     }
 
-    /// Splits rows of 64 probabilities, into rows among 32.
+    /// Splits the first `keys` of 64 probabilities of rows, into rows among 32.
     ///
     /// # Safety
-    /// The rows are readable, and the words of as many rows are writable in each of the parts.
+    /// The rows are readable, and the words of as many rows are writable in each of the parts; `keys <= 64`.
     #[inline]
-    unsafe fn split(&self, p: *const T, rows: usize, to: *mut T) {
+    unsafe fn split(&self, p: *const T, rows: usize, keys: usize, to: *mut T) {
         let to_part = UNIT_ROWS * PANEL;
         // SAFETY: the contract is handed on.
         unsafe {
             (self.matrix.split_weights)(&SplitRows {
                 rows,
-                terms: KEYS,
+                terms: keys,
                 from: p,
                 from_row: KEYS,
                 from_next: PANEL,
@@ -452,14 +447,14 @@ impl<'a, T: Real> Unit<'a, T> {
         }
     }
 
-    /// `o += p v`. The product may be run if `weights` are as many split rows, at most 32, and so many rows of `o` are readable and
-    /// writable.
+    /// `o += p v`. The product may be run if `weights` are as many split rows, at most 32, of as many keys, and so many rows of `o`
+    /// are readable and writable.
     #[inline]
-    fn values(&self, weights: *const T, rows: usize, width: usize, o: *mut T, o_row: usize) -> Multiply<T> {
+    fn values(&self, weights: *const T, [rows, keys, width]: [usize; 3], o: *mut T, o_row: usize) -> Multiply<T> {
         Multiply {
             rows,
             panels: width / PANEL,
-            steps: self.tile.steps,
+            steps: steps(keys).min(self.tile.steps),
             a: weights,
             a_part: UNIT_ROWS * PANEL,
             // Split values are as long as that (checked by `new`).
