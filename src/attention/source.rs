@@ -4,7 +4,7 @@ use ndarray::{ArrayView4, s};
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, PANEL, SplitTile, Upcoming};
+use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, PANEL, SplitRoom, SplitTile, Unsplit, Upcoming, are_lines};
 
 /// A tile of keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -13,7 +13,7 @@ pub(crate) struct Packed<'a, T> {
     pub(crate) keys: Operand<'a, T>,
     /// `[width / 16][64][16]`; in the type that is computed in, unless all of them are finite.
     pub(crate) values: Operand<'a, T>,
-    /// Both of them once more, if the walk has split them for the matrix unit.
+    /// Both of them for the matrix unit, if it multiplies; then nobody reads the values otherwise.
     pub(crate) split: Option<SplitTile<'a, T>>,
     pub(crate) finite: Finite,
     /// The keys and values of the tile after.
@@ -43,8 +43,15 @@ pub(crate) struct Coming {
 
 /// Keys and values of a call.
 pub(crate) trait Source<T: 'static>: Sync {
-    /// Some keys and their values. `room` has space for a tile of each and can be used or not.
-    fn tile<'s>(&'s self, kernels: &Kernels<T>, wanted: Wanted, room: [&'s mut [T]; 2]) -> Packed<'s, T>;
+    /// Some keys and their values. `room` has space for a tile of each and can be used or not. With room to split them, they are
+    /// split if they fit the matrix unit.
+    fn tile<'s>(
+        &'s self,
+        kernels: &Kernels<T>,
+        wanted: Wanted,
+        room: [&'s mut [T]; 2],
+        split: Option<SplitRoom<'s, '_, T>>,
+    ) -> Packed<'s, T>;
 }
 
 /// Keys and values as arrays, packed for every walk that meets them.
@@ -62,17 +69,25 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
         kernels: &Kernels<T>,
         Wanted { entry, kv_head, keys, next, .. }: Wanted,
         [panels, rows]: [&'s mut [T]; 2],
+        split: Option<SplitRoom<'s, '_, T>>,
     ) -> Packed<'s, T> {
         debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
         kernels.pack_panels(self.k.slice(s![entry, kv_head, keys.clone(), ..]), panels);
-        let finite = match kernels.pack_values(self.v.slice(s![entry, kv_head, keys, ..]), rows) {
-            true => Finite::All,
-            false => Finite::NotAll,
-        };
+        let v = self.v.slice(s![entry, kv_head, keys, ..]);
+        // Lines of memory are split as they are, and packed only if they do not fit.
+        let lines = split.is_some() && are_lines(v);
+        let mut finite = if lines { Finite::All } else { kernels.pack_values(v, rows).into() };
+        let split = split.and_then(|room| {
+            let values = if lines { Unsplit::Rows(v) } else { Unsplit::Tile(Operand::Own(&*rows)) };
+            kernels.split_tile(Operand::Own(panels), values, room)
+        });
+        if lines && split.is_none() {
+            finite = kernels.pack_values(v, rows).into();
+        }
         let next = next.map(|Coming { entry, kv_head, keys }| {
             let next = s![entry, kv_head, keys, ..];
             Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))])
         });
-        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), split: None, finite, next }
+        Packed { keys: Operand::Own(panels), values: Operand::Own(rows), split, finite, next }
     }
 }

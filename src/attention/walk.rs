@@ -24,8 +24,8 @@ use super::source::{Coming, Packed, Source, Wanted};
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, Scoring, SplitQueries, UNIT_ROWS, Upcoming,
-    rows_of_tile,
+    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, Scoring, SplitQueries, SplitRoom,
+    UNIT_ROWS, Upcoming, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -410,14 +410,14 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     ) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
         let wanted = Wanted { entry, kv_head, keys: step.keys.clone(), next: step.next.clone(), groups };
-        let packed = self.call.source.tile(self.kernels, wanted, room);
-        if !self.unit {
-            return packed;
-        }
-        let seen = self.call.seen(&self.mask).min(step.keys.end).saturating_sub(step.keys.start);
-        let shape = [seen, self.call.dims.head_dim, self.width];
-        let to = split.each_mut().map(|split| &mut **split);
-        Packed { split: self.kernels.split_tile([packed.keys, packed.values], shape, to, panel), ..packed }
+        let split = self.unit.then(|| SplitRoom {
+            count: self.call.seen(&self.mask).min(step.keys.end).saturating_sub(step.keys.start),
+            head_dim: self.call.dims.head_dim,
+            width: self.width,
+            to: split.each_mut().map(|split| &mut **split),
+            panel,
+        });
+        self.call.source.tile(self.kernels, wanted, room, split)
     }
 
     /// A tile as group `group` of `groups` meets it.

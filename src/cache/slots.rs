@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{CacheShape, KvCache, Storage};
 use crate::attention::{Coming, Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
-use crate::kernels::{Finite, KEYS, Kernels, Next, Operand};
+use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, SplitRoom, Unsplit};
 use crate::mask::{BoundMask, Held, Mask};
 use crate::position::FAR;
 
@@ -178,6 +178,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         kernels: &Kernels<S::Element>,
         Wanted { entry, kv_head, keys, next, groups }: Wanted,
         [panels, rows]: [&'s mut [S::Element]; 2],
+        split: Option<SplitRoom<'s, '_, S::Element>>,
     ) -> Packed<'s, S::Element> {
         let first = keys.start;
         let Some(page) = self.page(entry, first) else {
@@ -204,6 +205,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
             let [keys, values] = [page.keys(kv_head), page.values(kv_head)].map(S::operand);
             Some(Next::InPlace { keys, values })
         });
-        Packed { keys, values, split: None, finite, next }
+        let split = split.and_then(|room| kernels.split_tile(keys, Unsplit::Tile(values), room));
+        Packed { keys, values, split, finite, next }
     }
 }

@@ -19,7 +19,6 @@ pub(super) const MATRIX: Matrix<f32> = Matrix {
     stay_awake,
     split_rows,
     split_weights,
-    split_each,
     split_panel,
     split_more,
 };
@@ -169,18 +168,27 @@ unsafe fn split_step(a: &SplitRows<f32>, row: usize, step: usize, largest: __m51
     }
 }
 
-/// # Safety
-/// The rows must be readable, and so much of the target writable as `matrix.rs` says; the CPU must have AVX-512.
+/// Whether numbers fit, by the largest of each lane: see [`Extent::fits`].
+#[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn split_rows(a: &SplitRows<f32>) -> Extent {
-    let mut largest = _mm512_setzero_si512();
+fn fits(largest: __m512i) -> bool {
+    let [least, most] = [Extent::LEAST, Extent::MOST].map(|bits| _mm512_set1_epi32(bits as i32));
+    let enough = _mm512_cmpge_epu32_mask(largest, least) != 0 || _mm512_test_epi32_mask(largest, largest) == 0;
+    enough && _mm512_cmpgt_epu32_mask(largest, most) == 0
+}
+
+/// # Safety
+/// Up to [`UNIT_ROWS`] rows must be readable, and so much of the target writable as `matrix.rs` says; the CPU must have AVX-512.
+#[target_feature(enable = "avx512f")]
+unsafe fn split_rows(a: &SplitRows<f32>) -> u32 {
+    let mut largest = [_mm512_setzero_si512(); UNIT_ROWS];
     for step in 0..a.terms.div_ceil(STEP) {
-        for row in 0..a.rows {
+        for (row, largest) in largest[..a.rows].iter_mut().enumerate() {
             // SAFETY: row and step are some of those of the contract.
-            largest = unsafe { split_step(a, row, step, largest) };
+            *largest = unsafe { split_step(a, row, step, *largest) };
         }
     }
-    Extent { largest: _mm512_reduce_max_epu32(largest) }
+    largest[..a.rows].iter().enumerate().fold(0, |unfit, (row, largest)| unfit | u32::from(!fits(*largest)) << row)
 }
 
 /// # Safety
@@ -193,22 +201,6 @@ unsafe fn split_weights(a: &SplitRows<f32>) {
             // SAFETY: row and step are some of those of the contract. (What is not used of the result is not computed.)
             let _ = unsafe { split_step(a, row, step, largest) };
         }
-    }
-}
-
-/// # Safety
-/// As [`split_rows`], for up to [`UNIT_ROWS`] rows.
-#[target_feature(enable = "avx512f")]
-unsafe fn split_each(a: &SplitRows<f32>, extents: &mut [Extent; UNIT_ROWS]) {
-    let mut largest = [_mm512_setzero_si512(); UNIT_ROWS];
-    for step in 0..a.terms.div_ceil(STEP) {
-        for (row, largest) in largest[..a.rows].iter_mut().enumerate() {
-            // SAFETY: row and step are some of those of the contract.
-            *largest = unsafe { split_step(a, row, step, *largest) };
-        }
-    }
-    for (extent, largest) in extents.iter_mut().zip(largest) {
-        *extent = Extent { largest: _mm512_reduce_max_epu32(largest) };
     }
 }
 

@@ -31,7 +31,7 @@
 use super::PANEL;
 use super::gemm::{Broadcast, Panels, chunks, is_forward, is_unit, strip_len};
 use super::matrix::{
-    Coming, Extent, Matrix, Multiply, PRODUCTS, Session, SplitPanel, SplitRows, TOGETHER, UNIT_ROWS, split_panel_len,
+    Coming, Matrix, Multiply, PRODUCTS, Session, SplitPanel, SplitRows, TOGETHER, UNIT_ROWS, split_panel_len,
     split_rows_len, steps,
 };
 use super::prepacked::Prepacked;
@@ -180,12 +180,8 @@ impl<T: Real> Kernels<T> {
             };
             let shape =
                 SplitRows { rows, terms, from, from_row, from_next, to: to.as_mut_ptr(), to_part: UNIT_ROWS * PANEL };
-            let mut extents = [Extent::NOTHING; UNIT_ROWS];
             // SAFETY: the rows are some of `x` or of their copy, and the target is a piece of as many rows or more.
-            unsafe { (matrix.split_each)(&shape, &mut extents) };
-            for (row, extent) in extents.iter().enumerate() {
-                *fits |= u32::from(extent.fits()) << row;
-            }
+            *fits = unsafe { !(matrix.split_rows)(&shape) };
         }
         fits
     }

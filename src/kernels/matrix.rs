@@ -56,11 +56,10 @@ pub(super) struct Matrix<T> {
     pub(super) multiply_beside: unsafe fn(&Multiply<T>, &mut Coming<T>),
     /// A product whose result nobody wants: the unit falls asleep without one.
     pub(super) stay_awake: unsafe fn(),
-    pub(super) split_rows: unsafe fn(&SplitRows<T>) -> Extent,
+    /// Splits up to [`UNIT_ROWS`] rows. Bit i of the result is set if row i does not fit.
+    pub(super) split_rows: unsafe fn(&SplitRows<T>) -> u32,
     /// The same for numbers that fit.
     pub(super) split_weights: unsafe fn(&SplitRows<T>),
-    /// The same of up to [`UNIT_ROWS`] rows, and the extent of each.
-    pub(super) split_each: unsafe fn(&SplitRows<T>, &mut [Extent; UNIT_ROWS]),
     pub(super) split_panel: unsafe fn(&SplitPanel<T>) -> Extent,
     /// So many more lines of the panels to come.
     pub(super) split_more: unsafe fn(&mut Coming<T>, usize),
@@ -193,6 +192,11 @@ impl<T> Coming<T> {
     }
 }
 
+/// The bits of a power of two.
+const fn power(exponent: i32) -> u32 {
+    ((f32::MAX_EXP - 1 + exponent) as u32) << (f32::MANTISSA_DIGITS - 1)
+}
+
 /// How large the numbers of a matrix are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
@@ -201,6 +205,10 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
+    /// The bits of 2^-48 and of 2^60.
+    pub(super) const LEAST: u32 = power(-48);
+    pub(super) const MOST: u32 = power(60);
+
     /// Of no numbers.
     pub(crate) const NOTHING: Self = Self { largest: 0 };
 
@@ -214,9 +222,7 @@ impl Extent {
     /// between 2^-48 and 2^60. The products of the largest are 2^-96 at least then, and what the unit takes for zero, 2^-126,
     /// is as far below them as the last bit of a sum of a few.
     pub(crate) fn fits(self) -> bool {
-        const EXPONENT: u32 = f32::MANTISSA_DIGITS - 1;
-        const BIAS: u32 = f32::MAX_EXP as u32 - 1;
-        self.largest == 0 || ((BIAS - 48) << EXPONENT..=(BIAS + 60) << EXPONENT).contains(&self.largest)
+        self.largest == 0 || (Self::LEAST..=Self::MOST).contains(&self.largest)
     }
 
     /// Of both.
@@ -321,20 +327,24 @@ mod tests {
         Level::available().iter().filter_map(|&level| f32::kernels(level).matrix.as_ref()).collect()
     }
 
-    fn split_rows(matrix: &Matrix<f32>, x: &[f32], rows: usize, terms: usize) -> (Vec<f32>, Extent) {
+    /// Also whether all rows fit.
+    fn split_rows(matrix: &Matrix<f32>, x: &[f32], rows: usize, terms: usize) -> (Vec<f32>, bool) {
         let mut to = nans(split_rows_len(rows, terms));
-        let shape = SplitRows {
-            rows,
-            terms,
-            from: x.as_ptr(),
-            from_row: terms,
-            from_next: PANEL,
-            to: to.as_mut_ptr(),
-            to_part: rows * PANEL,
-        };
-        // SAFETY: both have that many rows.
-        let extent = unsafe { (matrix.split_rows)(&shape) };
-        (to, extent)
+        let mut unfit = 0;
+        for first in (0..rows).step_by(UNIT_ROWS) {
+            let shape = SplitRows {
+                rows: UNIT_ROWS.min(rows - first),
+                terms,
+                from: x[first * terms..].as_ptr(),
+                from_row: terms,
+                from_next: PANEL,
+                to: to[first * PANEL..].as_mut_ptr(),
+                to_part: rows * PANEL,
+            };
+            // SAFETY: both have that many rows.
+            unfit |= unsafe { (matrix.split_rows)(&shape) };
+        }
+        (to, unfit == 0)
     }
 
     fn split_panel(matrix: &Matrix<f32>, x: &[f32], terms: usize) -> (Vec<f32>, Extent) {
@@ -364,8 +374,8 @@ mod tests {
             for (rows, terms) in [(1, 1), (3, 16), (2, 17), (5, 32), (4, 80), (33, 33)] {
                 let mut x = numbers.vec::<f32>(rows * terms);
                 x.iter_mut().enumerate().for_each(|(i, x)| *x *= 2_f32.powi(i as i32 % 40 - 20));
-                let (split, extent) = split_rows(matrix, &x, rows, terms);
-                assert!(extent.fits());
+                let (split, fits) = split_rows(matrix, &x, rows, terms);
+                assert!(fits);
                 for (row, term) in (0..rows).flat_map(|row| (0..steps(terms) * STEP).map(move |term| (row, term))) {
                     let (step, half, lane) = (term / STEP, term % STEP / PANEL, term % PANEL);
                     let part = |part| halves(split[((step * PARTS + part) * rows + row) * PANEL + lane])[half];
@@ -407,15 +417,17 @@ mod tests {
                 for at in [0, 15, 16, 30] {
                     let mut row = vec![0.0; 31];
                     row[at] = x;
-                    assert_eq!(split_rows(matrix, &row, 1, 31).1.fits(), fits, "{x} at {at}");
+                    assert_eq!(split_rows(matrix, &row, 1, 31).1, fits, "{x} at {at}");
                     let mut panel = vec![0.0; 31 * PANEL];
                     panel[at * PANEL + at % PANEL] = x;
                     assert_eq!(split_panel(matrix, &panel, 31).1.fits(), fits, "{x} at {at}");
                 }
             }
-            assert!(split_rows(matrix, &[0.0, -0.0], 1, 2).1.fits());
-            assert!(!split_rows(matrix, &[1e-15, 0.0, -1e-30], 1, 3).1.fits());
-            assert!(split_rows(matrix, &[1e-15, 1.0, -1e-30], 1, 3).1.fits());
+            assert!(split_rows(matrix, &[0.0, -0.0], 1, 2).1);
+            assert!(!split_rows(matrix, &[1e-15, 0.0, -1e-30], 1, 3).1);
+            assert!(split_rows(matrix, &[1e-15, 1.0, -1e-30], 1, 3).1);
+            // Each row by itself: what is large in one does not make up for what is small in another.
+            assert!(!split_rows(matrix, &[1.0, 1e-15], 2, 1).1);
         }
     }
 

@@ -124,6 +124,12 @@ pub(crate) enum Finite {
     NotAll,
 }
 
+impl From<bool> for Finite {
+    fn from(all: bool) -> Self {
+        if all { Self::All } else { Self::NotAll }
+    }
+}
+
 /// What happens between scores and probabilities.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scoring<'a, T> {

@@ -29,11 +29,12 @@ use super::table::{Kernels, VALUES_PANEL};
 use super::tile::{MAX_ROWS, Start};
 use super::upcoming::Shares;
 use super::{KEYS, PANEL};
+use ndarray::{ArrayView2, s};
 use std::ops::Range;
 
 /// Calls with fewer rows to a KV head, or fewer of their numbers, are computed by multiply-adds: what has to be split for them
-/// takes longer than it saves. Time by the unit over that by multiply-adds, 96 heads on a thread of an Emerald Rapids: 1.25,
-/// 1.03, 1.00 and 0.88 for 64, 128, 160 and 256 queries and keys of 64 numbers; 1.12, 0.92 and 0.83 for 64, 128 and 192 of 128
+/// takes longer than it saves. Time by the unit over that by multiply-adds, 96 heads on two threads of an Emerald Rapids: 1.18,
+/// 1.01, 1.02 and 0.87 for 64, 128, 160 and 256 queries and keys of 64 numbers; 1.08, 0.88 and 0.81 for 64, 128 and 192 of 128
 /// numbers.
 const FEWEST_UNIT_ROWS: usize = 128;
 const FEWEST_UNIT_NUMBERS: usize = 160 * 64;
@@ -103,6 +104,32 @@ pub(crate) struct SplitTile<'a, T> {
     steps: usize,
 }
 
+/// Values that are to be split: of a packed tile, or rows as they are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Unsplit<'a, T> {
+    Tile(Operand<'a, T>),
+    /// See [`are_lines`].
+    Rows(ArrayView2<'a, T>),
+}
+
+/// Where a tile of keys and values is split.
+#[derive(Debug)]
+pub(crate) struct SplitRoom<'s, 'p, T> {
+    /// How many of its keys somebody sees: the first.
+    pub(crate) count: usize,
+    pub(crate) head_dim: usize,
+    /// Columns of the values, a multiple of 16.
+    pub(crate) width: usize,
+    pub(crate) to: [&'s mut [T]; 2],
+    /// For a panel of them.
+    pub(crate) panel: &'p mut [T],
+}
+
+/// Whether rows are lines of memory, one after the other.
+pub(crate) fn are_lines<T>(rows: ArrayView2<'_, T>) -> bool {
+    (rows.ncols() <= 1 || rows.strides()[1] == 1) && rows.strides()[0] >= 0
+}
+
 /// Numbers that split keys or values of a tile take: panels of keys for a head, panels of a head for keys.
 pub(crate) fn split_keys_len(head_dim: usize) -> usize {
     split_panel_len(head_dim).saturating_mul(KEYS / PANEL)
@@ -130,38 +157,57 @@ impl<T: Real> Kernels<T> {
         let matrix = self.matrix.as_ref()?;
         let q = &q[..extent(rows, q_row, head_dim)];
         let to = &mut to[..split_rows_len(rows, head_dim)];
-        let mut fit = true;
-        for row in 0..rows {
-            // SAFETY: both slices have the row.
-            fit &= unsafe {
+        let mut unfit = 0;
+        for first in (0..rows).step_by(UNIT_ROWS) {
+            // SAFETY: both slices have the rows.
+            unfit |= unsafe {
                 (matrix.split_rows)(&SplitRows {
-                    rows: 1,
+                    rows: UNIT_ROWS.min(rows - first),
                     terms: head_dim,
-                    from: q.as_ptr().add(row * q_row),
+                    from: q.as_ptr().add(first * q_row),
                     from_row: q_row,
                     from_next: PANEL,
-                    to: to.as_mut_ptr().add(row * PANEL),
+                    to: to.as_mut_ptr().add(first * PANEL),
                     to_part: rows * PANEL,
                 })
-            }
-            .fits();
+            };
         }
-        Some(SplitQueries::new(to, rows, fit))
+        Some(SplitQueries::new(to, rows, unfit == 0))
     }
 
-    /// The first `count` packed keys of a tile and their values, split into the first numbers of `to`. `None` if they do not fit
-    /// the unit, whatever the others are. `room` is for a panel of them.
+    /// The first packed keys of a tile and their values, split. `None` if they do not fit the unit, whatever the others are.
     pub(crate) fn split_tile<'s>(
         &self,
-        [keys, values]: [Operand<'_, T>; 2],
-        [count, head_dim, width]: [usize; 3],
-        [to_keys, to_values]: [&'s mut [T]; 2],
-        room: &mut [T],
+        keys: Operand<'_, T>,
+        values: Unsplit<'_, T>,
+        room: SplitRoom<'s, '_, T>,
     ) -> Option<SplitTile<'s, T>> {
+        let SplitRoom { count, head_dim, width, to: [to_keys, to_values], panel } = room;
         let panels = [count.div_ceil(PANEL), head_dim, count];
-        let fit = self.split_panels(keys, panels, head_dim * PANEL, to_keys, room)?
-            && self.split_panels(values, [width / PANEL, count, width], VALUES_PANEL, to_values, room)?;
+        let fit = self.split_panels(keys, panels, head_dim * PANEL, to_keys, panel)?
+            && match values {
+                Unsplit::Tile(values) => {
+                    self.split_panels(values, [width / PANEL, count, width], VALUES_PANEL, to_values, panel)?
+                }
+                Unsplit::Rows(values) => self.split_lines(values.slice(s![..count, ..]), to_values)?,
+            };
         fit.then_some(SplitTile { keys: to_keys, values: to_values, steps: steps(count) })
+    }
+
+    /// Rows as panels of 16 columns. Whether they fit the unit, unless there is none, or the rows are not lines of memory.
+    fn split_lines(&self, rows: ArrayView2<'_, T>, to: &mut [T]) -> Option<bool> {
+        let matrix = self.matrix.as_ref().filter(|_| are_lines(rows))?;
+        let ((terms, width), from_row) = (rows.dim(), rows.strides()[0].unsigned_abs());
+        let len = split_panel_len(terms);
+        let to = &mut to[..width.div_ceil(PANEL) * len];
+        let mut fit = true;
+        for (first, to) in (0..width).step_by(PANEL).zip(to.chunks_exact_mut(len.max(1))) {
+            let (from, to) = (rows.as_ptr().wrapping_add(first), to.as_mut_ptr());
+            let columns = PANEL.min(width - first);
+            // SAFETY: rows and columns are some of the view, and the chunk has room for as many split ones.
+            fit &= unsafe { (matrix.split_panel)(&SplitPanel { terms, columns, from, from_row, to }) }.fits();
+        }
+        Some(fit)
     }
 
     /// Panels that begin `apart` numbers after each other. Whether they fit the unit, unless there is none, or no room.
