@@ -22,7 +22,7 @@
 
 use std::ops::Range;
 
-use super::backward_unit::SplitBlock;
+use super::backward_unit::UnitRoom;
 use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
 use super::row_shares::{fill_delta, sum_bias, sum_sinks};
@@ -54,11 +54,12 @@ pub(super) fn backward<T: Element>(
         gradients.clear();
         return Ok(());
     }
+    let unit = rules.use_unit(dims);
     let size = BackSize {
         dims: *dims,
-        query_tile: back_tile(dims, wish),
-        key_block: key_block(dims),
-        unit: rules.use_unit(dims),
+        query_tile: back_tile(dims, wish, unit),
+        key_block: key_block(dims, unit),
+        unit,
         mods: BackMods {
             biased: rules.bias.is_some(),
             capped: rules.softcap.is_some(),
@@ -124,11 +125,11 @@ fn clear_unread<T: Element>(call: &Differentiated<'_, T>, gradients: &mut Gradie
 }
 
 /// What all items share.
-pub(super) struct Backward<'p, 'a, T: 'static> {
+struct Backward<'p, 'a, T: 'static> {
     call: &'p Differentiated<'a, T>,
     forward: &'p Call<'p, 'a, T>,
-    pub(super) kernels: &'static Kernels<T>,
-    pub(super) size: BackSize,
+    kernels: &'static Kernels<T>,
+    size: BackSize,
     /// `[batch, num_heads, q_len]`
     delta: &'p [T],
     /// What goes by distance.
@@ -136,34 +137,56 @@ pub(super) struct Backward<'p, 'a, T: 'static> {
 }
 
 /// A block of keys, packed, and its gradients.
-pub(super) struct Keys<'s, T> {
+struct Keys<'s, T: 'static> {
     /// `[panels][head_dim][16]`
-    pub(super) key_panels: &'s [T],
+    key_panels: &'s [T],
     /// `[panels][value_dim][16]`
-    pub(super) value_panels: &'s [T],
-    /// Both of them for the matrix unit.
-    pub(super) split: SplitBlock<'s, T>,
+    value_panels: &'s [T],
+    /// What the matrix unit has of them and of the rows that they meet, if it multiplies.
+    unit: Option<UnitRoom<'s, T>>,
     /// `[keys][k_width]`
     keys: &'s [T],
     /// `[keys][k_width]`
     d_k: &'s mut [T],
     /// `[keys][v_width]`
     d_v: &'s mut [T],
+    /// Whether these two are sums. Before, they hold anything.
+    added: bool,
     /// Whether all keys are finite.
     finite: bool,
 }
 
+impl<T: Element> Keys<'_, T> {
+    /// Makes the sums ready to be added to.
+    fn begin(&mut self) {
+        if !self.added {
+            self.d_k.fill(T::zero());
+            self.d_v.fill(T::zero());
+            self.added = true;
+        }
+    }
+
+    /// After the last step.
+    fn finish(&mut self) {
+        let Self { d_k, d_v, added, .. } = self;
+        let given = self.unit.as_mut().is_some_and(|unit| unit.give_keys([d_k, d_v], *added));
+        if !given {
+            self.begin();
+        }
+    }
+}
+
 /// The rows of a step, packed, and what they get.
-pub(super) struct Queries<'s, T> {
+struct Queries<'s, T> {
     /// `[rows][k_width]`
-    pub(super) q: &'s mut [T],
+    q: &'s mut [T],
     /// `[rows][v_width]`
-    pub(super) d_context: &'s mut [T],
+    d_context: &'s mut [T],
     /// `[rows][k_width]`
     d_q: &'s mut [T],
     /// `[rows][64]`: probabilities of a tile, and gradients of its products.
-    pub(super) p: &'s mut [T],
-    pub(super) d: &'s mut [T],
+    p: &'s mut [T],
+    d: &'s mut [T],
     /// `[rows]`
     lse: &'s mut [T],
     /// `[rows]`
@@ -175,9 +198,6 @@ pub(super) struct Queries<'s, T> {
     tables: &'s mut TableRoom<T>,
     /// Whether queries and d_context are finite.
     finite: bool,
-    /// Both of them split, for the matrix unit, and whether it may multiply them.
-    pub(super) split: [&'s mut [T]; 2],
-    pub(super) fit: [bool; 2],
 }
 
 /// What a step adds to besides queries, keys and values.
@@ -195,7 +215,7 @@ const MAX_GROUPS: usize = MAX_TILE.div_ceil(MAX_ROWS);
 pub(super) const MAX_TILE: usize = 192;
 
 /// What a step has seen of a tile.
-struct Seen {
+pub(super) struct Seen {
     /// For each row, bit j set if it sees key j.
     bits: [u64; MAX_TILE],
     /// For each group of rows, the panels it sees.
@@ -204,6 +224,17 @@ struct Seen {
     groups: [Range<usize>; KEYS / PANEL],
     /// Whether some pair of the tile is hidden.
     partial: bool,
+}
+
+impl Seen {
+    /// Whether some row of `rows` sees something of the panels.
+    pub(super) fn sees(&self, rows: Range<usize>, panels: Range<usize>) -> bool {
+        let groups = rows.start / MAX_ROWS..if rows.is_empty() { 0 } else { (rows.end - 1) / MAX_ROWS + 1 };
+        (groups.start..groups.end).any(|group| {
+            let seen = &self.panels[group];
+            seen.start.max(panels.start) < seen.end.min(panels.end)
+        })
+    }
 }
 
 impl<T: Element> Backward<'_, '_, T> {
@@ -229,30 +260,13 @@ impl<T: Element> Backward<'_, '_, T> {
             slope,
             z,
             d_scores,
-            split_q,
-            split_d,
-            split_keys,
-            split_values,
+            unit,
+            ..,
         ] = buffers;
         let room = BackRoom { slope, z, d_scores };
         let tables_room = &mut tables;
-        let split = [split_q, split_d];
-        let mut queries = Queries {
-            q,
-            d_context,
-            d_q,
-            p,
-            d,
-            lse,
-            delta,
-            row_keys,
-            bias,
-            room,
-            tables: tables_room,
-            finite: true,
-            split,
-            fit: [true; 2],
-        };
+        let mut queries =
+            Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, tables: tables_room, finite: true };
         item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;
@@ -262,16 +276,18 @@ impl<T: Element> Backward<'_, '_, T> {
             self.kernels.pack_panels(k, key_panels);
             self.kernels.pack_panels(v, value_panels);
             let finite = self.kernels.pack_rows(k, keys);
-            d_k.fill(T::zero());
-            d_v.fill(T::zero());
             let seen = self.forward.seen(&self.call.problem.rules.mask(pair.entry)).min(item.keys().end);
             let seen = seen.saturating_sub(item.keys().start);
-            let split = self.split_block([&*key_panels, &*value_panels], seen, [&mut *split_keys, &mut *split_values]);
-            let mut block = Keys { key_panels, value_panels, split, keys, d_k, d_v, finite };
+            let mut unit = self.size.unit.then(|| UnitRoom::new(self.kernels, self.size.unit_size(), &mut *unit));
+            if let Some(unit) = &mut unit {
+                unit.take_keys(seen, [key_panels, value_panels], keys);
+            }
+            let mut block = Keys { key_panels, value_panels, unit, keys, d_k, d_v, added: false, finite };
             if let Some(tables) = &self.tables {
                 tables.begin(queries.tables);
             }
             self.steps(item, pair, &mut block, &mut queries);
+            block.finish();
             let first = item.is_first();
             if let (Some(tables), Some(_turn)) = (&self.tables, item.last_turn(pair)) {
                 tables.merge(pair, first, queries.tables);
@@ -308,6 +324,9 @@ impl<T: Element> Backward<'_, '_, T> {
             queries.d_q[..walk.rows() * k_width].fill(T::zero());
             if !tiles.is_empty() {
                 self.pack(&walk, head, queries);
+                if let Some(unit) = &mut block.unit {
+                    unit.take_rows(walk.rows(), [queries.q, queries.d_context]);
+                }
                 if let Some(tables) = &self.tables {
                     tables.begin_step(&walk, keys.clone(), queries.q, queries.tables);
                 }
@@ -336,7 +355,6 @@ impl<T: Element> Backward<'_, '_, T> {
         let at = s![entry, head, positions.clone(), ..];
         let finite = self.kernels.pack_rows(q.slice(at), queries.q);
         queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
-        self.split_step(walk.rows(), queries);
         let lse = self.call.lse.slice(s![entry, head, positions.clone()]);
         queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = lse);
         let first = (entry * dims.num_heads + head) * dims.q_len + positions.start;
@@ -359,6 +377,14 @@ impl<T: Element> Backward<'_, '_, T> {
         let keys = tile * KEYS..self.size.dims.kv_len.min((tile + 1) * KEYS);
         let offset = keys.start - first_key;
         let seen = self.scores(walk, keys, offset, block, queries, own);
+        let by_unit = block.unit.as_mut().is_some_and(|unit| {
+            let Queries { p, d, d_q, .. } = &mut *queries;
+            unit.gradients([walk.rows(), offset], &seen, [p, d], d_q)
+        });
+        if by_unit {
+            return;
+        }
+        block.begin();
         if seen.partial && !(block.finite && queries.finite) {
             return self.pairs(walk.rows(), offset, &seen, block, queries);
         }
@@ -387,7 +413,11 @@ impl<T: Element> Backward<'_, '_, T> {
         let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&(keys.start / KEYS)));
         // Whole groups, so that all of their products are numbers.
         let some = seeing.some.start / MAX_ROWS * MAX_ROWS..seeing.some.end.next_multiple_of(MAX_ROWS).min(walk.rows());
-        let by_unit = self.unit_products(walk.rows(), some, offset, block, queries);
+        let Queries { q, d_context, p, d, .. } = &mut *queries;
+        let by_unit = block.unit.as_ref().is_some_and(|unit| {
+            let panels = [block.key_panels, block.value_panels];
+            unit.products([walk.rows(), offset], some, [q, d_context], panels, [p, d])
+        });
         for (index, row) in (0..walk.rows()).step_by(MAX_ROWS).enumerate() {
             let rows = row..walk.rows().min(row + MAX_ROWS);
             let all = rows.end <= walk.run_of_all(&mut seeing, row, keys.start / KEYS);

@@ -1,96 +1,370 @@
-//! The first two products of backward by the matrix unit: those of queries and keys, and of gradients and values.
+//! Backward by the matrix unit: what it multiplies, split into parts, and sums that lie as it has them.
 //!
-//! The former have to be the very numbers that the lse was made of, rounding included: a probability is a power of their
-//! difference, and where scores are large, two ways to round them are far apart. So what the unit multiplies is what it multiplied
-//! in the forward pass: the same tiles, the same rows.
+//! ```text
+//! of a block of keys     K, V         panels of keys [keys / 16][head_dim or value_dim]      p = q K^T,  d = d_o V^T
+//!                        K            for each tile, panels of columns [k_width / 16][64]    d_q += d K
+//!                        d_k, d_v     for each tile, [head_dim or value_dim][64]             transposed
+//! of a step              Q, d_O       rows [rows][head_dim or value_dim]
+//!                        Q^T, d_O^T   rows [head_dim or value_dim][rows]                     d_k += Q^T d,  d_v += d_O^T p
+//! of a step and a tile   p, d         panels of keys [4][rows]; d rows [32][64] too
+//! ```
+//!
+//! The scores have to be the very numbers that the lse was made of, rounding included: a probability is a power of their
+//! difference, and where scores are large, two ways to round them are far apart. So what the unit multiplies is what it
+//! multiplied in the forward pass: the same tiles, the same rows.
+//!
+//! What the softmax makes of p and d is split as it lies: no product needs it transposed. Gradients of keys and values are
+//! transposed once for a block. Where something does not fit the unit (see `kernels/matrix.rs`), a tile is met as in
+//! `backward.rs`; the sums of both ways are added in the end. Products with 32 rows and 32 keys that see nothing of each
+//! other are left out.
 
 use std::ops::Range;
 
-use super::backward::{Backward, Keys, Queries};
+use super::backward::{MAX_TILE, Seen};
 use super::problem::Dims;
 use crate::element::Element;
-use crate::kernels::{KEYS, PANEL, SplitFactors, SplitQueries, split_keys_len};
+use crate::kernels::{
+    Extent, KEYS, Kernels, MatrixUnit, PANEL, STEP, SplitFactors, SplitQueries, Squares, Start, UNIT_ROWS, UnitProduct,
+    split_keys_len, split_panel_len, split_rows_len,
+};
+use ndarray::{ArrayView2, ShapeBuilder};
 
-/// The keys and values of a block, split tile by tile.
-pub(super) struct SplitBlock<'s, T> {
-    /// Panels of both.
-    panels: [&'s [T]; 2],
-    /// Those that are seen.
-    keys: usize,
-    /// Bit i is set if the unit may multiply tile i.
-    fit: u64,
+/// Blocks of 32 rows of a step at most.
+const BLOCKS: usize = MAX_TILE / UNIT_ROWS;
+
+/// Pairs of panels of a tile: as many columns as the unit has registers for, and as many terms as an instruction adds up.
+const PAIRS: usize = KEYS / STEP;
+
+/// Panels of a pair.
+const BOTH: usize = STEP / PANEL;
+
+/// Numbers of a block of 32 rows and 32 terms, split as rows.
+const SQUARE: usize = split_rows_len(UNIT_ROWS, STEP);
+
+/// How large the operands are.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct UnitSize {
+    /// `head_dim` and `value_dim`.
+    dims: [usize; 2],
+    /// Of a step.
+    rows: usize,
+    /// Of a block of keys.
+    tiles: usize,
 }
 
-impl<T: Element> Backward<'_, '_, T> {
-    /// Splits the first `keys` packed keys and values of a block.
-    pub(super) fn split_block<'s>(
-        &self,
-        panels: [&[T]; 2],
-        keys: usize,
-        [to_keys, to_values]: [&'s mut [T]; 2],
-    ) -> SplitBlock<'s, T> {
-        let Dims { head_dim, value_dim, .. } = self.size.dims;
-        let mut fit = 0;
-        let tiles = if self.size.unit { keys.div_ceil(KEYS) } else { 0 };
-        for tile in 0..tiles {
-            let count = KEYS.min(keys - tile * KEYS);
-            let fits = |panels: &[T], width: usize, to: &mut [T]| {
-                let panels = &panels[tile * KEYS * width..];
-                self.kernels.split_key_panels(panels, [count, width], &mut to[tile * split_keys_len(width)..])
-                    == Some(true)
-            };
-            let fits = [fits(panels[0], head_dim, to_keys), fits(panels[1], value_dim, to_values)];
-            fit |= u64::from(fits == [true; 2]) << tile;
-        }
-        SplitBlock { panels: [to_keys, to_values], keys, fit }
+impl UnitSize {
+    /// For steps of `rows` query positions and blocks of `keys` keys.
+    pub(super) fn new(dims: &Dims, rows: usize, keys: usize) -> Self {
+        Self { dims: [dims.head_dim, dims.value_dim], rows, tiles: keys.div_ceil(KEYS) }
     }
 
-    /// Splits the queries and gradients of a step.
-    pub(super) fn split_step(&self, rows: usize, queries: &mut Queries<'_, T>) {
-        if !self.size.unit {
-            return;
-        }
-        let (Dims { head_dim, value_dim, .. }, [k_width, v_width]) = (self.size.dims, self.size.widths());
-        let Queries { q, d_context, split: [to_q, to_d], .. } = queries;
-        let split = |numbers: &[T], [width, row]: [usize; 2], to: &mut [T]| {
-            self.kernels.split_queries(numbers, [rows, width, row], to).is_some_and(|split| split.fit())
-        };
-        queries.fit = [split(q, [head_dim, k_width], to_q), split(d_context, [value_dim, v_width], to_d)];
+    /// Numbers from a panel of p or d to the next.
+    fn panel(&self) -> usize {
+        split_panel_len(self.rows)
     }
 
-    /// Both products of some of the `all` rows of a step with the tile at key `offset` of a block. False if the unit may not multiply
-    /// the tile.
-    pub(super) fn unit_products(
+    /// Numbers of the columns of a tile of keys.
+    fn columns(&self) -> usize {
+        split_panel_len(KEYS).saturating_mul(self.dims[0].div_ceil(PANEL))
+    }
+
+    fn lengths(&self) -> [usize; 13] {
+        let Self { dims: [k, v], rows, tiles } = *self;
+        let of_tiles = |n: usize| n.saturating_mul(tiles);
+        let turned = rows.max(KEYS).next_multiple_of(PANEL).saturating_mul(k.max(v).next_multiple_of(PANEL));
+        [
+            split_rows_len(rows, k),
+            split_rows_len(rows, v),
+            of_tiles(split_keys_len(k)),
+            of_tiles(split_keys_len(v)),
+            of_tiles(self.columns()),
+            split_rows_len(k, rows),
+            split_rows_len(v, rows),
+            turned,
+            self.panel().saturating_mul(KEYS / PANEL),
+            self.panel().saturating_mul(KEYS / PANEL),
+            rows.div_ceil(UNIT_ROWS).saturating_mul(PAIRS * SQUARE),
+            of_tiles(k.saturating_mul(KEYS)),
+            of_tiles(v.saturating_mul(KEYS)),
+        ]
+    }
+
+    /// Numbers of scratch.
+    pub(super) fn len(&self) -> usize {
+        self.lengths().into_iter().fold(0, usize::saturating_add)
+    }
+}
+
+/// The operands of a block of keys and of a step, and sums.
+pub(super) struct UnitRoom<'s, T: 'static> {
+    kernels: &'static Kernels<T>,
+    size: UnitSize,
+    /// Q and d_O.
+    rows: [&'s mut [T]; 2],
+    /// K and V.
+    keys: [&'s mut [T]; 2],
+    key_columns: &'s mut [T],
+    /// Q^T and d_O^T.
+    row_columns: [&'s mut [T]; 2],
+    turned: &'s mut [T],
+    /// p and d.
+    weights: [&'s mut [T]; 2],
+    d_rows: &'s mut [T],
+    /// d_k and d_v.
+    sums: [&'s mut [T]; 2],
+    /// Keys of the block that are seen.
+    seen: usize,
+    /// Bit i is set if the unit may multiply tile i: for scores, and for gradients of queries.
+    scores_fit: u64,
+    columns_fit: u64,
+    /// The same for the rows of the step, and for both of their transposes.
+    rows_fit: [bool; 2],
+    row_columns_fit: bool,
+    /// Whether the sums have been added to.
+    used: bool,
+}
+
+impl<'s, T: Element> UnitRoom<'s, T> {
+    /// Room in a buffer of [`UnitSize::len`] numbers.
+    pub(super) fn new(kernels: &'static Kernels<T>, size: UnitSize, buffer: &'s mut [T]) -> Self {
+        let mut rest = buffer;
+        let [q, d_context, keys, values, key_columns, q_columns, d_columns, turned, p, d, d_rows, d_k, d_v] =
+            size.lengths().map(|n| {
+                let (part, behind) = std::mem::take(&mut rest).split_at_mut(n);
+                rest = behind;
+                part
+            });
+        Self {
+            kernels,
+            size,
+            rows: [q, d_context],
+            keys: [keys, values],
+            key_columns,
+            row_columns: [q_columns, d_columns],
+            turned,
+            weights: [p, d],
+            d_rows,
+            sums: [d_k, d_v],
+            seen: 0,
+            scores_fit: 0,
+            columns_fit: 0,
+            rows_fit: [false; 2],
+            row_columns_fit: false,
+            used: false,
+        }
+    }
+
+    /// Splits the first `seen` keys and values of a block: their packed panels, and the rows of the former.
+    pub(super) fn take_keys(&mut self, seen: usize, panels: [&[T]; 2], keys: &[T]) {
+        (self.seen, self.scores_fit, self.columns_fit, self.used) = (seen, 0, 0, false);
+        let Some(unit) = self.kernels.matrix_unit() else { return };
+        let k_width = self.size.dims[0].next_multiple_of(PANEL);
+        for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
+            let count = KEYS.min(seen - first);
+            let mut fits = true;
+            for ((to, panels), width) in self.keys.iter_mut().zip(panels).zip(self.size.dims) {
+                let (panels, to) = (&panels[first * width..], &mut to[tile * split_keys_len(width)..]);
+                fits &= self.kernels.split_key_panels(panels, [count, width], to) == Some(true);
+            }
+            self.scores_fit |= u64::from(fits) << tile;
+            let to = &mut self.key_columns[tile * self.size.columns()..];
+            let shape = [count, k_width / PANEL];
+            let fits = unit.split_panels(shape, &keys[first * k_width..], k_width, to, split_panel_len(KEYS));
+            self.columns_fit |= u64::from(fits) << tile;
+        }
+    }
+
+    /// Splits the queries and gradients of a step, which are packed.
+    pub(super) fn take_rows(&mut self, n: usize, packed: [&[T]; 2]) {
+        self.row_columns_fit = true;
+        let Some(unit) = self.kernels.matrix_unit() else { return };
+        for (i, (from, dim)) in packed.into_iter().zip(self.size.dims).enumerate() {
+            let width = dim.next_multiple_of(PANEL);
+            let split = self.kernels.split_queries(from, [n, dim, width], &mut *self.rows[i]);
+            self.rows_fit[i] = split.is_some_and(|split| split.fit());
+            let Ok(from) = ArrayView2::from_shape((n, dim).strides((width.max(1), 1)), from) else { continue };
+            self.kernels.pack_panels(from, self.turned);
+            self.row_columns_fit &= unit.split_columns([n, dim], self.turned, &mut *self.row_columns[i]);
+        }
+    }
+
+    /// `p = q k^T` and `d = d_o v^T` of some of the `all` rows of a step, `packed`, and the tile at key `offset` of a block, whose
+    /// panels are given. False if the unit may not multiply the tile.
+    pub(super) fn products(
         &self,
-        all: usize,
+        [all, offset]: [usize; 2],
         rows: Range<usize>,
-        offset: usize,
-        block: &Keys<'_, T>,
-        queries: &mut Queries<'_, T>,
+        packed: [&[T]; 2],
+        panels: [&[T]; 2],
+        to: [&mut [T]; 2],
     ) -> bool {
         let tile = offset / KEYS;
-        if block.split.fit >> tile & 1 == 0 {
+        if self.scores_fit >> tile & 1 == 0 {
             return false;
         }
-        let (Dims { head_dim, value_dim, .. }, [k_width, v_width]) = (self.size.dims, self.size.widths());
-        let panels = KEYS.min(block.split.keys - offset).div_ceil(PANEL);
-        let product =
-            |[q, split]: [&[T]; 2], [q_row, width]: [usize; 2], fit, [keys, split_keys]: [&[T]; 2], to: &mut [T]| {
-                let factors = SplitFactors {
-                    q,
-                    q_row,
-                    head_dim: width,
-                    queries: SplitQueries::new(split, all, fit),
-                    panels,
-                    keys: &keys[offset * width..],
-                    split: &split_keys[tile * split_keys_len(width)..],
-                };
-                self.kernels.unit_products(&factors, rows.clone(), &mut to[rows.start * KEYS..]);
+        for (i, to) in to.into_iter().enumerate() {
+            let head_dim = self.size.dims[i];
+            let factors = SplitFactors {
+                q: packed[i],
+                q_row: head_dim.next_multiple_of(PANEL),
+                head_dim,
+                queries: SplitQueries::new(self.rows[i], all, self.rows_fit[i]),
+                panels: KEYS.min(self.seen - offset).div_ceil(PANEL),
+                keys: &panels[i][offset * head_dim..],
+                split: &self.keys[i][tile * split_keys_len(head_dim)..],
             };
-        let Queries { q, d_context, p, d, split: [split_q, split_d], fit: [q_fits, d_fits], .. } = queries;
-        let [split_keys, split_values] = block.split.panels;
-        product([q, split_q], [k_width, head_dim], *q_fits, [block.key_panels, split_keys], p);
-        product([d_context, split_d], [v_width, value_dim], *d_fits, [block.value_panels, split_values], d);
+            self.kernels.unit_products(&factors, rows.clone(), &mut to[rows.start * KEYS..]);
+        }
         true
     }
+
+    /// The three products of the gradients of `rows` rows and the tile at key `offset`, `[rows][64]` of p and d. False if the unit
+    /// may not multiply all of them, and then nothing is added to.
+    pub(super) fn gradients(
+        &mut self,
+        [rows, offset]: [usize; 2],
+        seen: &Seen,
+        from: [&[T]; 2],
+        d_q: &mut [T],
+    ) -> bool {
+        let tile = offset / KEYS;
+        // So few queries would leave the unit idle.
+        if self.size.rows < UNIT_ROWS || self.columns_fit >> tile & 1 == 0 || !self.row_columns_fit {
+            return false;
+        }
+        let Some(mut unit) = self.kernels.matrix_unit() else { return false };
+        let sees: [[bool; PAIRS]; BLOCKS] = std::array::from_fn(|block| {
+            let rows = block * UNIT_ROWS..rows.min((block + 1) * UNIT_ROWS);
+            std::array::from_fn(|pair| seen.sees(rows.clone(), pair * BOTH..(pair + 1) * BOTH))
+        });
+        if !self.split(&unit, rows, &sees, from) {
+            return false;
+        }
+        if !self.used {
+            self.used = true;
+            self.sums.iter_mut().for_each(|sums| sums.fill(T::zero()));
+        }
+        self.add_to_queries(&mut unit, [rows, tile], &sees, d_q);
+        self.add_to_keys(&mut unit, tile, &sees);
+        true
+    }
+
+    /// Splits p and d. Whether they fit.
+    fn split(
+        &mut self,
+        unit: &MatrixUnit<'_, T>,
+        rows: usize,
+        sees: &[[bool; PAIRS]; BLOCKS],
+        from: [&[T]; 2],
+    ) -> bool {
+        let panel = self.size.panel();
+        let mut extents = [Extent::NOTHING; 2];
+        for (block, sees) in sees.iter().enumerate() {
+            for pair in (0..PAIRS).filter(|&pair| sees[pair]) {
+                let (n, at) = (UNIT_ROWS.min(rows - block * UNIT_ROWS), block * UNIT_ROWS * KEYS + pair * STEP);
+                for (i, from) in from.into_iter().enumerate() {
+                    let to = Squares {
+                        panels: &mut self.weights[i][pair * BOTH * panel + block * split_panel_len(STEP)..],
+                        panel,
+                        // Only the gradients of products are multiplied with keys.
+                        rows: (i == 1).then_some(&mut self.d_rows[(block * PAIRS + pair) * SQUARE..]),
+                    };
+                    extents[i] = extents[i].and(unit.split_square(n, &from[at..], KEYS, to));
+                }
+            }
+        }
+        extents.iter().all(|extent| extent.fits())
+    }
+
+    /// `d_q += d K`
+    fn add_to_queries(
+        &self,
+        unit: &mut MatrixUnit<'_, T>,
+        [rows, tile]: [usize; 2],
+        sees: &[[bool; PAIRS]; BLOCKS],
+        d_q: &mut [T],
+    ) {
+        let width = self.size.dims[0].next_multiple_of(PANEL);
+        for (block, sees) in sees.iter().enumerate() {
+            let pairs = span(sees.iter().copied());
+            if pairs.is_empty() {
+                continue;
+            }
+            unit.multiply(UnitProduct {
+                rows: UNIT_ROWS.min(rows - block * UNIT_ROWS),
+                panels: width / PANEL,
+                steps: pairs.len(),
+                a: &self.d_rows[(block * PAIRS + pairs.start) * SQUARE..],
+                a_part: UNIT_ROWS * PANEL,
+                b: &self.key_columns[tile * self.size.columns() + pairs.start * split_panel_len(STEP)..],
+                b_panel: split_panel_len(KEYS),
+                c: &mut d_q[block * UNIT_ROWS * width..],
+                c_row: width,
+                start: Start::Add,
+            });
+        }
+    }
+
+    /// `d_v += d_O^T p` and `d_k += Q^T d`
+    fn add_to_keys(&mut self, unit: &mut MatrixUnit<'_, T>, tile: usize, sees: &[[bool; PAIRS]; BLOCKS]) {
+        let panel = self.size.panel();
+        for pair in 0..PAIRS {
+            let blocks = span(sees.iter().map(|sees| sees[pair]));
+            for block in blocks.clone().filter(|&block| !sees[block][pair]) {
+                for weights in &mut self.weights {
+                    for i in 0..BOTH {
+                        let at = (pair * BOTH + i) * panel + block * split_panel_len(STEP);
+                        weights[at..][..split_panel_len(STEP)].fill(T::zero());
+                    }
+                }
+            }
+            let operands = self.row_columns.iter().zip(self.weights.iter().rev()).zip(&mut self.sums);
+            for (((a, b), c), dim) in operands.zip(self.size.dims) {
+                for first in (0..dim).step_by(UNIT_ROWS).filter(|_| !blocks.is_empty()) {
+                    unit.multiply(UnitProduct {
+                        rows: UNIT_ROWS.min(dim - first),
+                        panels: BOTH,
+                        steps: blocks.len(),
+                        a: &a[blocks.start * split_rows_len(dim, STEP) + first * PANEL..],
+                        a_part: dim * PANEL,
+                        b: &b[pair * BOTH * panel + blocks.start * split_panel_len(STEP)..],
+                        b_panel: panel,
+                        c: &mut c[(tile * dim + first) * KEYS + pair * STEP..],
+                        c_row: KEYS,
+                        start: Start::Add,
+                    });
+                }
+            }
+        }
+    }
+
+    /// Writes the sums to the gradients of keys and values, `[keys][width]`, or adds them. False if there are none.
+    pub(super) fn give_keys(&mut self, to: [&mut [T]; 2], add: bool) -> bool {
+        if !self.used {
+            return false;
+        }
+        for ((from, to), dim) in self.sums.iter().zip(to).zip(self.size.dims).filter(|&(_, dim)| dim > 0) {
+            let width = dim.next_multiple_of(PANEL);
+            for (from, to) in from.chunks_exact(dim * KEYS).zip(to.chunks_mut(width * KEYS)) {
+                let Ok(from) = ArrayView2::from_shape((dim, KEYS), from) else { continue };
+                self.kernels.pack_panels(from, self.turned);
+                for (panel, lines) in self.turned.chunks_exact(KEYS * PANEL).take(width / PANEL).enumerate() {
+                    let places = to.chunks_exact_mut(width).map(|row| &mut row[panel * PANEL..][..PANEL]);
+                    for (to, line) in places.zip(lines.chunks_exact(PANEL)) {
+                        match add {
+                            true => to.iter_mut().zip(line).for_each(|(to, &x)| *to += x),
+                            false => to.copy_from_slice(line),
+                        }
+                    }
+                }
+            }
+        }
+        true
+    }
+}
+
+/// From the first to the last that are.
+fn span(all: impl DoubleEndedIterator<Item = bool> + ExactSizeIterator + Clone) -> Range<usize> {
+    let first = all.clone().position(|is| is).unwrap_or(0);
+    first..all.clone().rposition(|is| is).map_or(first, |last| last + 1)
 }

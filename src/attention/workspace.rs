@@ -1,5 +1,6 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
+use super::backward_unit::UnitSize;
 use super::problem::{Dims, Rules};
 use super::tables_backward::{PairSums, TableRoom};
 use crate::block::Room;
@@ -314,7 +315,7 @@ pub(super) struct BackSize {
     /// Keys of an item.
     pub(super) key_block: usize,
     pub(super) mods: BackMods,
-    /// Whether the scores are made by the matrix unit, as those of the forward pass were.
+    /// Whether the matrix unit multiplies, as it did in the forward pass.
     pub(super) unit: bool,
 }
 
@@ -333,12 +334,15 @@ impl BackSize {
         [self.dims.head_dim, self.dims.value_dim].map(|width| width.div_ceil(PANEL).saturating_mul(PANEL))
     }
 
+    /// What the matrix unit works on, if it does.
+    pub(super) fn unit_size(&self) -> UnitSize {
+        UnitSize::new(&self.dims, self.query_tile, self.key_block)
+    }
+
     /// Key panels, value panels, keys, d_k, d_v; queries, d_context, d_q, probabilities, d_scores, lse, delta; bias,
-    /// slope, factors of dropout, gradients of the scores; split queries, d_context, keys and values. See `backward.rs` for
-    /// what is in them.
+    /// slope, factors of dropout, gradients of the scores; the matrix unit's. See `backward.rs` for what is in them.
     pub(super) fn lengths(&self) -> Lengths {
         let Self { dims: Dims { head_dim, value_dim, .. }, query_tile, key_block, mods, unit } = *self;
-        let split = |numbers: usize| if unit { numbers } else { 0 };
         let [k_width, v_width] = self.widths();
         let (rows, keys) = (query_tile.next_multiple_of(PANEL), key_block.next_multiple_of(KEYS));
         let tile = |wanted: bool| usize::from(wanted) * MAX_ROWS * KEYS;
@@ -359,10 +363,7 @@ impl BackSize {
             tile(mods.capped),
             tile(mods.drops),
             tile(mods.bias_gradient),
-            split(split_rows_len(query_tile, head_dim)),
-            split(split_rows_len(query_tile, value_dim)),
-            split(split_keys_len(head_dim).saturating_mul(keys / KEYS)),
-            split(split_keys_len(value_dim).saturating_mul(keys / KEYS)),
+            if unit { self.unit_size().len() } else { 0 },
         ];
         Lengths::new(query_tile, &self.dims, &numbers, if mods.drops { rows } else { 0 })
     }

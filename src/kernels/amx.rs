@@ -4,7 +4,7 @@
 
 use super::PANEL;
 use super::amx_tiles::{multiply, multiply_beside};
-use super::matrix::{Coming, Extent, Matrix, PARTS, STEP, SplitPanel, SplitRows, UNIT_ROWS};
+use super::matrix::{Coming, Extent, Matrix, PARTS, STEP, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS};
 use super::simd::{LATER, LINE, prefetch};
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -20,6 +20,7 @@ pub(super) const MATRIX: Matrix<f32> = Matrix {
     split_rows,
     split_weights,
     split_panel,
+    split_square,
     split_more,
 };
 
@@ -127,17 +128,28 @@ const HIGH: i32 = 0xFFFF_0000_u32 as i32;
 /// is left then. A NaN stays one in the first part, and makes the sums NaN.
 #[target_feature(enable = "avx512f")]
 fn split(low: __m512, high: __m512) -> [__m512i; PARTS] {
+    words(parts(low), parts(high))
+}
+
+/// The parts, each in the high half of a word; what the low half of the last has is to be cut off.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn parts(x: __m512) -> [__m512i; PARTS] {
     let bits = _mm512_set1_epi32(HIGH);
-    let parts = |x: __m512| {
-        let first = _mm512_and_si512(_mm512_castps_si512(x), bits);
-        let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(first));
-        let half = _mm512_set1_epi32(1 << 15);
-        let second = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(rest), half), bits);
-        [first, second, _mm512_castps_si512(_mm512_sub_ps(rest, _mm512_castsi512_ps(second)))]
-    };
+    let first = _mm512_and_si512(_mm512_castps_si512(x), bits);
+    let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(first));
+    let half = _mm512_set1_epi32(1 << 15);
+    let second = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(rest), half), bits);
+    [first, second, _mm512_castps_si512(_mm512_sub_ps(rest, _mm512_castsi512_ps(second)))]
+}
+
+/// Parts of two vectors in words of two.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn words(low: [__m512i; PARTS], high: [__m512i; PARTS]) -> [__m512i; PARTS] {
     /// Of three bits, the first or both others.
     const LOW_OR_HIGH: i32 = 0xF8;
-    let (low, high) = (parts(low), parts(high));
+    let bits = _mm512_set1_epi32(HIGH);
     std::array::from_fn(|i| _mm512_ternarylogic_epi32::<LOW_OR_HIGH>(_mm512_srli_epi32::<16>(low[i]), high[i], bits))
 }
 
@@ -236,6 +248,58 @@ unsafe fn split_panel(a: &SplitPanel<f32>) -> Extent {
         largest = unsafe { split_line(a, line, largest) };
     }
     Extent { largest: _mm512_reduce_max_epu32(largest) }
+}
+
+/// # Safety
+/// As [`split_rows`], for a square.
+#[target_feature(enable = "avx512f")]
+unsafe fn split_square(a: &SplitSquare<f32>) -> Extent {
+    // SAFETY: the contract is the same.
+    unsafe { if a.to_rows.is_null() { square::<false>(a) } else { square::<true>(a) } }
+}
+
+/// # Safety
+/// As [`split_square`].
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn square<const ROWS: bool>(a: &SplitSquare<f32>) -> Extent {
+    let mut largest = _mm512_setzero_si512();
+    for term in 0..PANEL {
+        let [lower, upper] = [term, PANEL + term].map(|row| if row < a.rows { __mmask16::MAX } else { 0 });
+        let from = a.from.wrapping_add(term * a.from_row);
+        let below = from.wrapping_add(PANEL * a.from_row);
+        // SAFETY: only rows of the square are read (contract). The targets have a line for each term of a part, and for each row
+        // of a part.
+        unsafe {
+            // Rows `term` and `term + 16`, the first and the second 16 of each.
+            let x = (_mm512_maskz_loadu_ps(lower, from), _mm512_maskz_loadu_ps(lower, from.wrapping_add(PANEL)));
+            let y = (_mm512_maskz_loadu_ps(upper, below), _mm512_maskz_loadu_ps(upper, below.wrapping_add(PANEL)));
+            largest = larger(larger(larger(larger(largest, x.0), x.1), y.0), y.1);
+            let (x, y) = ((parts(x.0), parts(x.1)), (parts(y.0), parts(y.1)));
+            let panels = a.panels.add(term * PANEL);
+            store(words(x.0, y.0), panels, PANEL * PANEL);
+            store(words(x.1, y.1), panels.add(a.panel), PANEL * PANEL);
+            if ROWS {
+                let rows = a.to_rows.add(term * PANEL);
+                store(words(x.0, x.1), rows, UNIT_ROWS * PANEL);
+                store(words(y.0, y.1), rows.add(PANEL * PANEL), UNIT_ROWS * PANEL);
+            }
+        }
+    }
+    Extent { largest: _mm512_reduce_max_epu32(largest) }
+}
+
+/// Stores parts that are so many numbers apart.
+///
+/// # Safety
+/// All must be writable.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store(words: [__m512i; PARTS], to: *mut f32, part: usize) {
+    for (i, words) in words.into_iter().enumerate() {
+        // SAFETY: the contract is the same.
+        unsafe { _mm512_storeu_si512(to.add(i * part).cast(), words) }
+    }
 }
 
 /// # Safety

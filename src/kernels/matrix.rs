@@ -61,6 +61,7 @@ pub(super) struct Matrix<T> {
     /// The same for numbers that fit.
     pub(super) split_weights: unsafe fn(&SplitRows<T>),
     pub(super) split_panel: unsafe fn(&SplitPanel<T>) -> Extent,
+    pub(super) split_square: unsafe fn(&SplitSquare<T>) -> Extent,
     /// So many more lines of the panels to come.
     pub(super) split_more: unsafe fn(&mut Coming<T>, usize),
 }
@@ -108,6 +109,21 @@ pub(super) struct SplitPanel<T> {
     /// Numbers from term to term.
     pub(super) from_row: usize,
     pub(super) to: *mut T,
+}
+
+/// 32 columns of up to 32 rows, to be split as panels whose terms are the rows, and as rows too.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SplitSquare<T> {
+    /// Those that there are; the others are zero.
+    pub(super) rows: usize,
+    pub(super) from: *const T,
+    pub(super) from_row: usize,
+    /// Two panels of one step.
+    pub(super) panels: *mut T,
+    /// Numbers from the first to the second.
+    pub(super) panel: usize,
+    /// 32 rows of one step, or null.
+    pub(super) to_rows: *mut T,
 }
 
 /// Panels that are split bit by bit, a line of each part at a time: the unit leaves the vectors of the CPU idle, and they have

@@ -57,6 +57,7 @@ mod lines;
 // Elsewhere nothing computes with what this describes.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod matrix;
+mod matrix_unit;
 mod mods;
 mod norm;
 mod normal;
@@ -98,7 +99,8 @@ pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Factor, Linear};
 pub use level::{Level, UnknownLevel};
 pub(crate) use lines::Lines;
-pub(crate) use matrix::{UNIT_ROWS, split_rows_len};
+pub(crate) use matrix::{Extent, STEP, UNIT_ROWS, split_panel_len, split_rows_len};
+pub(crate) use matrix_unit::{MatrixUnit, Squares, UnitProduct};
 pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
 pub(crate) use pairs::RowsAndKeys;

@@ -21,6 +21,7 @@ mod distance_gradients;
 mod distances;
 mod dropout;
 mod errors;
+mod gradient_tiles;
 mod gradients;
 mod head_statistics;
 mod head_surgery;
