@@ -17,7 +17,8 @@
 //! ```
 //!
 //! (FlashAttention-2, Dao 2023, <https://arxiv.org/abs/2307.08691>, with register-sized groups.) Five products for each
-//! visible pair, tiles that nobody sees are skipped, and the sums over the heads of a group are made inside an item.
+//! visible pair, tiles that nobody sees are skipped, and the sums over the heads of a group are made inside an item. A matrix
+//! unit has all of them, where there is one: see `backward_unit.rs`.
 //! Every sum has one order, whatever the number of threads. Scratch is bounded by the block, see [`crate::Workspace`].
 
 use std::ops::Range;

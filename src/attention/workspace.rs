@@ -25,8 +25,8 @@ use std::sync::atomic::AtomicUsize;
 /// For each thread of the pool, with `rows` the query rows of a work item and `width` the value width rounded up to 16,
 /// the tiled path takes `rows * (head_dim + width + 17) + 64 * (head_dim + width) + 768` numbers, whatever the lengths.
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64
-/// in `f32`. Where a matrix unit multiplies ([`Level::Amx`](crate::Level::Amx)), it takes
-/// `1.5 * (rows + 64) * head_dim + 96 * width + 8448` more, `head_dim` rounded up to 32. The other paths allocate in each call.
+/// in `f32`. Where a matrix unit multiplies ([`Level::Amx`](crate::Level::Amx)), `rows` may be twice as many, and it takes
+/// `1.5 * (rows + 64) * head_dim + 96 * width + 4352` more, `head_dim` rounded up to 32. The other paths allocate in each call.
 ///
 /// With relative keys, an item takes a number more for each row and distance; a learned bias by distance takes a number for
 /// each head and distance. The distances are those that a call has, at most `q_len + 2 kv_len`, and that the table tells
