@@ -21,26 +21,20 @@
 //! unit has all of them, where there is one: see `backward_unit.rs`.
 //! Every sum has one order, whatever the number of threads. Scratch is bounded by the block, see [`crate::Workspace`].
 
-use std::ops::Range;
-
 use super::backward_unit::UnitRoom;
 use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
 use super::row_shares::{fill_delta, sum_bias, sum_sinks};
 use super::schedule::{back_tile, key_block};
-use super::sight::Sight;
 use super::source::Arrays;
-use super::tables_backward::{Patch, TableGradients, TableRoom, TableSize, Tables, reserve_sums};
+use super::tables_backward::{TableGradients, TableRoom, TableSize, Tables, reserve_sums};
 use super::walk::{Call, Rows, Walk};
 use super::workspace::{BackMods, BackSize, Scratch, Workspace};
 use crate::element::Element;
 use crate::error::Result;
-use crate::kernels::{
-    BackGroup, BackRoom, Cut, Dropped, KEYS, Kernels, MAX_ROWS, PANEL, Pair, Product, Relay, RelayItem, RowKey,
-    RowsAndKeys, Scoring, Start, Stride, Targets, Upcoming,
-};
+use crate::kernels::{BackRoom, Cut, KEYS, Kernels, Pair, Relay, RelayItem, RowKey, Targets};
 use crate::parallel;
-use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut2, Axis, s};
+use ndarray::{ArrayViewMut2, Axis, s};
 
 /// Fills the gradients of all arguments. `wish` is the caller's number of query positions to a step.
 pub(super) fn backward<T: Element>(
@@ -126,40 +120,40 @@ fn clear_unread<T: Element>(call: &Differentiated<'_, T>, gradients: &mut Gradie
 }
 
 /// What all items share.
-struct Backward<'p, 'a, T: 'static> {
-    call: &'p Differentiated<'a, T>,
+pub(super) struct Backward<'p, 'a, T: 'static> {
+    pub(super) call: &'p Differentiated<'a, T>,
     forward: &'p Call<'p, 'a, T>,
-    kernels: &'static Kernels<T>,
-    size: BackSize,
+    pub(super) kernels: &'static Kernels<T>,
+    pub(super) size: BackSize,
     /// `[batch, num_heads, q_len]`
-    delta: &'p [T],
+    pub(super) delta: &'p [T],
     /// What goes by distance.
-    tables: Option<Tables<'p, 'a, T>>,
+    pub(super) tables: Option<Tables<'p, 'a, T>>,
 }
 
 /// A block of keys, packed, and its gradients.
-struct Keys<'s, T: 'static> {
+pub(super) struct Keys<'s, T: 'static> {
     /// `[panels][head_dim][16]`
-    key_panels: &'s [T],
+    pub(super) key_panels: &'s [T],
     /// `[panels][value_dim][16]`
-    value_panels: &'s [T],
+    pub(super) value_panels: &'s [T],
     /// What the matrix unit has of them and of the rows that they meet, if it multiplies.
-    unit: Option<UnitRoom<'s, T>>,
+    pub(super) unit: Option<UnitRoom<'s, T>>,
     /// `[keys][k_width]`
-    keys: &'s [T],
+    pub(super) keys: &'s [T],
     /// `[keys][k_width]`
-    d_k: &'s mut [T],
+    pub(super) d_k: &'s mut [T],
     /// `[keys][v_width]`
-    d_v: &'s mut [T],
+    pub(super) d_v: &'s mut [T],
     /// Whether these two are sums. Before, they hold anything.
-    added: bool,
+    pub(super) added: bool,
     /// Whether all keys are finite.
-    finite: bool,
+    pub(super) finite: bool,
 }
 
 impl<T: Element> Keys<'_, T> {
     /// Makes the sums ready to be added to.
-    fn begin(&mut self) {
+    pub(super) fn begin(&mut self) {
         if !self.added {
             self.d_k.fill(T::zero());
             self.d_v.fill(T::zero());
@@ -178,64 +172,35 @@ impl<T: Element> Keys<'_, T> {
 }
 
 /// The rows of a step, packed, and what they get.
-struct Queries<'s, T> {
+pub(super) struct Queries<'s, T> {
     /// `[rows][k_width]`
-    q: &'s mut [T],
+    pub(super) q: &'s mut [T],
     /// `[rows][v_width]`
-    d_context: &'s mut [T],
+    pub(super) d_context: &'s mut [T],
     /// `[rows][k_width]`
-    d_q: &'s mut [T],
+    pub(super) d_q: &'s mut [T],
     /// `[rows][64]`: probabilities of a tile, and gradients of its products.
-    p: &'s mut [T],
-    d: &'s mut [T],
+    pub(super) p: &'s mut [T],
+    pub(super) d: &'s mut [T],
     /// `[rows]`
-    lse: &'s mut [T],
+    pub(super) lse: &'s mut [T],
     /// `[rows]`
-    delta: &'s mut [T],
-    row_keys: &'s mut Vec<RowKey>,
+    pub(super) delta: &'s mut [T],
+    pub(super) row_keys: &'s mut Vec<RowKey>,
     /// `[6][64]`, if there is a bias.
-    bias: &'s mut [T],
-    room: BackRoom<'s, T>,
-    tables: &'s mut TableRoom<T>,
+    pub(super) bias: &'s mut [T],
+    pub(super) room: BackRoom<'s, T>,
+    pub(super) tables: &'s mut TableRoom<T>,
     /// Whether queries and d_context are finite.
-    finite: bool,
+    pub(super) finite: bool,
 }
 
 /// What a step adds to besides queries, keys and values.
-struct Own<'s, T> {
+pub(super) struct Own<'s, T> {
     /// `[1 or q_len, keys]`
-    d_bias: Option<ArrayViewMut2<'s, T>>,
+    pub(super) d_bias: Option<ArrayViewMut2<'s, T>>,
     /// Which of the heads that read the KV head it is.
-    member: usize,
-}
-
-/// Groups of a step at most.
-const MAX_GROUPS: usize = MAX_TILE.div_ceil(MAX_ROWS);
-
-/// Rows of a step at most.
-pub(super) const MAX_TILE: usize = 192;
-
-/// What a step has seen of a tile.
-pub(super) struct Seen {
-    /// For each row, bit j set if it sees key j.
-    bits: [u64; MAX_TILE],
-    /// For each group of rows, the panels it sees.
-    panels: [Range<usize>; MAX_GROUPS],
-    /// For each panel, the groups from the first to the last that see it.
-    groups: [Range<usize>; KEYS / PANEL],
-    /// Whether some pair of the tile is hidden.
-    partial: bool,
-}
-
-impl Seen {
-    /// Whether some row of `rows` sees something of the panels.
-    pub(super) fn sees(&self, rows: Range<usize>, panels: Range<usize>) -> bool {
-        let groups = rows.start / MAX_ROWS..if rows.is_empty() { 0 } else { (rows.end - 1) / MAX_ROWS + 1 };
-        (groups.start..groups.end).any(|group| {
-            let seen = &self.panels[group];
-            seen.start.max(panels.start) < seen.end.min(panels.end)
-        })
-    }
+    pub(super) member: usize,
 }
 
 impl<T: Element> Backward<'_, '_, T> {
@@ -279,7 +244,8 @@ impl<T: Element> Backward<'_, '_, T> {
             let finite = self.kernels.pack_rows(k, keys);
             let seen = self.forward.seen(&self.call.problem.rules.mask(pair.entry)).min(item.keys().end);
             let seen = seen.saturating_sub(item.keys().start);
-            let mut unit = self.size.unit.then(|| UnitRoom::new(self.kernels, self.size.unit_size(), &mut *unit));
+            let mut unit =
+                if self.size.unit { UnitRoom::new(self.kernels, self.size.unit_size(), &mut *unit) } else { None };
             if let Some(unit) = &mut unit {
                 unit.take_keys(seen, [key_panels, value_panels], keys);
             }
@@ -364,217 +330,6 @@ impl<T: Element> Backward<'_, '_, T> {
             walk.fill_row_keys(dropout, queries.row_keys);
         }
     }
-
-    /// A step and one tile of a block of keys that begins at `first_key`.
-    fn tile(
-        &self,
-        walk: &Walk<'_, '_, T>,
-        tile: usize,
-        first_key: usize,
-        block: &mut Keys<'_, T>,
-        queries: &mut Queries<'_, T>,
-        own: &mut Own<'_, T>,
-    ) {
-        let keys = tile * KEYS..self.size.dims.kv_len.min((tile + 1) * KEYS);
-        let offset = keys.start - first_key;
-        let seen = self.scores(walk, keys, offset, block, queries, own);
-        let by_unit = block.unit.as_mut().is_some_and(|unit| {
-            let Queries { p, d, d_q, .. } = &mut *queries;
-            unit.gradients([walk.rows(), offset], &seen, [p, d], d_q)
-        });
-        if by_unit {
-            return;
-        }
-        block.begin();
-        if seen.partial && !(block.finite && queries.finite) {
-            return self.pairs(walk.rows(), offset, &seen, block, queries);
-        }
-        self.to_keys(walk.rows(), offset, &seen, block, queries);
-        self.to_queries(walk.rows(), offset, &seen, block, queries);
-    }
-
-    /// Probabilities and gradients of a tile.
-    fn scores(
-        &self,
-        walk: &Walk<'_, '_, T>,
-        keys: Range<usize>,
-        offset: usize,
-        block: &Keys<'_, T>,
-        queries: &mut Queries<'_, T>,
-        own: &mut Own<'_, T>,
-    ) -> Seen {
-        let Problem { dims, rules, .. } = &self.call.problem;
-        let [k_width, v_width] = self.size.widths();
-        let mut seen = Seen {
-            bits: [0; MAX_TILE],
-            panels: [const { 0..0 }; MAX_GROUPS],
-            groups: [const { 0..0 }; KEYS / PANEL],
-            partial: false,
-        };
-        let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&(keys.start / KEYS)));
-        // Whole groups, so that all of their products are numbers.
-        let some = seeing.some.start / MAX_ROWS * MAX_ROWS..seeing.some.end.next_multiple_of(MAX_ROWS).min(walk.rows());
-        let Queries { q, d_context, p, d, .. } = &mut *queries;
-        let by_unit = block.unit.as_ref().is_some_and(|unit| {
-            let panels = [block.key_panels, block.value_panels];
-            unit.products([walk.rows(), offset], some, [q, d_context], panels, [p, d])
-        });
-        for (index, row) in (0..walk.rows()).step_by(MAX_ROWS).enumerate() {
-            let rows = row..walk.rows().min(row + MAX_ROWS);
-            let all = rows.end <= walk.run_of_all(&mut seeing, row, keys.start / KEYS);
-            let sight = if all { Some(Sight::WHOLE) } else { walk.sight(rows.clone(), keys.clone()) };
-            let p = &mut queries.p[row * KEYS..][..rows.len() * KEYS];
-            let d = &mut queries.d[row * KEYS..][..rows.len() * KEYS];
-            let Some(Sight { panels, bits }) = sight else {
-                p.fill(T::zero());
-                d.fill(T::zero());
-                seen.partial = true;
-                continue;
-            };
-            let product = |a: &[T], k: usize, width: usize, b: &[T], c: &mut [T]| {
-                let first = panels.start * PANEL;
-                self.kernels.multiply(Product {
-                    rows: rows.len(),
-                    n: panels.len() * PANEL,
-                    k,
-                    a: &a[row * width..],
-                    a_stride: Stride::Rows(width),
-                    b: &b[(offset + first) * k..],
-                    b_panel: PANEL * k,
-                    b_k: PANEL,
-                    c: &mut c[first..],
-                    c_row: KEYS,
-                    start: Start::Zero,
-                });
-            };
-            if !by_unit {
-                product(queries.q, dims.head_dim, k_width, block.key_panels, p);
-                product(queries.d_context, dims.value_dim, v_width, block.value_panels, d);
-            }
-            let columns = panels.start * PANEL..keys.len().min(panels.end * PANEL);
-            let patch = Patch { walk, rows: rows.clone(), first_key: keys.start, columns: columns.clone() };
-            if let Some(tables) = &self.tables {
-                tables.add_products(&patch, p, queries.tables);
-            }
-            let bias = walk.bias_rows(rows.clone(), keys.clone(), &mut *queries.bias);
-            let mut group = BackGroup {
-                rows: rows.len(),
-                p,
-                d,
-                lse: &queries.lse[rows.clone()],
-                delta: &queries.delta[rows.clone()],
-            };
-            let scoring = Scoring {
-                visible: bits.as_ref().map(|bits| &bits[..]),
-                bias,
-                softcap: rules.softcap,
-                factor: rules.scale,
-                dropout: rules.dropout.as_ref().map(|dropout| Dropped {
-                    keys: &queries.row_keys[rows.clone()],
-                    first: keys.start,
-                    drops: dropout.drops,
-                }),
-            };
-            let visible = self.kernels.back(&mut group, panels.clone(), &scoring, &mut queries.room);
-            if let Some(d_bias) = &mut own.d_bias {
-                let d_scores = &queries.room.d_scores[..rows.len() * KEYS];
-                add_to_bias(d_bias, [walk.positions().start + row, offset], columns, d_scores);
-            }
-            if let Some(tables) = &self.tables {
-                tables.collect(&patch, own.member, [queries.room.d_scores, group.d], queries.tables);
-            }
-            seen.partial |= visible[..rows.len()].iter().any(|&bits| bits != u64::MAX);
-            seen.bits[rows.clone()].copy_from_slice(&visible[..rows.len()]);
-            for groups in &mut seen.groups[panels.clone()] {
-                *groups = hull(groups, &(index..index + 1));
-            }
-            seen.panels[index] = panels;
-        }
-        seen
-    }
-
-    /// `d_v += p^T d_context` and `d_k += d^T q`, up to six keys at a time.
-    fn to_keys(&self, rows: usize, offset: usize, seen: &Seen, block: &mut Keys<'_, T>, queries: &Queries<'_, T>) {
-        let [k_width, v_width] = self.size.widths();
-        let end =
-            (0..KEYS / PANEL).rfind(|&panel| !seen.groups[panel].is_empty()).map_or(0, |panel| (panel + 1) * PANEL);
-        // Strips of nearly the same height: of 64 keys, four would be left, too few to keep the multipliers busy.
-        let strips = end.div_ceil(MAX_ROWS);
-        for strip in 0..strips {
-            let strip = end * strip / strips..end * (strip + 1) / strips;
-            let first = strip.start;
-            let groups = hull(&seen.groups[first / PANEL], &seen.groups[(strip.end - 1) / PANEL]);
-            let seeing = groups.start * MAX_ROWS..rows.min(groups.end * MAX_ROWS);
-            if seeing.is_empty() {
-                continue;
-            }
-            let product = |a: &[T], b: &[T], width: usize, c: &mut [T]| {
-                self.kernels.multiply(Product {
-                    rows: strip.len(),
-                    n: width,
-                    k: seeing.len(),
-                    a: &a[seeing.start * KEYS + first..],
-                    a_stride: Stride::Columns(KEYS),
-                    b: &b[seeing.start * width..],
-                    b_panel: PANEL,
-                    b_k: width,
-                    c: &mut c[(offset + first) * width..],
-                    c_row: width,
-                    start: Start::Add,
-                });
-            };
-            product(queries.p, queries.d_context, v_width, block.d_v);
-            product(queries.d, queries.q, k_width, block.d_k);
-        }
-    }
-
-    /// `d_q += d keys`, six rows at a time.
-    fn to_queries(&self, rows: usize, offset: usize, seen: &Seen, block: &Keys<'_, T>, queries: &mut Queries<'_, T>) {
-        let [width, _] = self.size.widths();
-        for (row, panels) in (0..rows).step_by(MAX_ROWS).zip(&seen.panels) {
-            let first = panels.start * PANEL;
-            self.kernels.multiply(Product {
-                rows: MAX_ROWS.min(rows - row),
-                n: if panels.is_empty() { 0 } else { width },
-                k: panels.len() * PANEL,
-                a: &queries.d[row * KEYS + first..],
-                a_stride: Stride::Rows(KEYS),
-                b: &block.keys[(offset + first) * width..],
-                b_panel: PANEL,
-                b_k: width,
-                c: &mut queries.d_q[row * width..],
-                c_row: width,
-                start: Start::Add,
-            });
-        }
-    }
-
-    /// The three products of a tile with something that is not finite: hidden pairs are left out.
-    fn pairs(&self, rows: usize, offset: usize, seen: &Seen, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
-        let [k_width, v_width] = self.size.widths();
-        self.kernels.pairs(&mut RowsAndKeys {
-            visible: &seen.bits[..rows],
-            p: queries.p,
-            d: queries.d,
-            d_context: queries.d_context,
-            q: queries.q,
-            k: &block.keys[offset * k_width..],
-            d_v: &mut block.d_v[offset * v_width..],
-            d_k: &mut block.d_k[offset * k_width..],
-            d_q: queries.d_q,
-            k_width,
-            v_width,
-        });
-    }
-}
-
-/// The smallest range that holds both, of which either may be empty.
-fn hull(one: &Range<usize>, other: &Range<usize>) -> Range<usize> {
-    match (one.is_empty(), other.is_empty()) {
-        (true, _) => other.clone(),
-        (_, true) => one.clone(),
-        _ => one.start.min(other.start)..one.end.max(other.end),
-    }
 }
 
 /// Rows of `width` numbers to a gradient of any strides.
@@ -589,29 +344,4 @@ fn write<T: Element>(mut to: ArrayViewMut2<'_, T>, rows: &[T], width: usize, put
             None => to.iter_mut().zip(&row[..columns]).for_each(|(to, &x)| put(to, x)),
         }
     }
-}
-
-/// Adds the columns `keys` of the gradients of scores `[rows][64]` to the bias's `[1 or q_len, keys]`, where the tile begins
-/// at `first` and `offset`.
-fn add_to_bias<T: Element>(
-    d_bias: &mut ArrayViewMut2<'_, T>,
-    [first, offset]: [usize; 2],
-    keys: Range<usize>,
-    d_scores: &[T],
-) {
-    let columns = offset + keys.start..offset + keys.end;
-    let add = |mut to: ArrayViewMut1<'_, T>, d_scores: &[T]| match to.as_slice_mut() {
-        Some(to) => to.iter_mut().zip(d_scores).for_each(|(to, &x)| *to += x),
-        None => to += &ArrayView1::from(d_scores),
-    };
-    let lines = d_scores.chunks_exact(KEYS).map(|line| &line[keys.clone()]);
-    if d_bias.nrows() == 1 {
-        lines.for_each(|line| add(d_bias.slice_mut(s![0, columns.clone()]), line));
-        return;
-    }
-    let end = first + lines.len();
-    let mut to = d_bias.slice_mut(s![first..end, columns.clone()]);
-    to.rows_mut().into_iter().zip(lines).for_each(|(to, line)| add(to, line));
-    // The next group comes after the products of its own: time enough.
-    Upcoming::new(d_bias.slice(s![end..d_bias.nrows().min(end + MAX_ROWS), columns])).fetch(0, 1);
 }

@@ -20,7 +20,7 @@
 
 use std::ops::Range;
 
-use super::backward::{MAX_TILE, Seen};
+use super::backward_tile::MAX_TILE;
 use super::problem::Dims;
 use crate::element::Element;
 use crate::kernels::{
@@ -112,6 +112,7 @@ pub(super) struct UnitRoom<'s, T: 'static> {
     d_rows: &'s mut [T],
     /// d_k and d_v.
     sums: [&'s mut [T]; 2],
+    unit: MatrixUnit<'static, T>,
     /// Keys of the block that are seen.
     seen: usize,
     /// Bit i is set if the unit may multiply tile i: for scores, and for gradients of queries.
@@ -120,13 +121,27 @@ pub(super) struct UnitRoom<'s, T: 'static> {
     /// The same for the rows of the step, and for both of their transposes.
     rows_fit: [bool; 2],
     row_columns_fit: bool,
+    tile: Tile,
     /// Whether the sums have been added to.
     used: bool,
 }
 
+/// What is known of the tile that the step meets.
+#[derive(Debug, Clone, Copy, Default)]
+struct Tile {
+    index: usize,
+    /// Whether p and d are split.
+    splits: bool,
+    /// Which pairs of panels each block of rows sees something of.
+    sees: [[bool; PAIRS]; BLOCKS],
+    /// How large p and d are.
+    extents: [Extent; 2],
+}
+
 impl<'s, T: Element> UnitRoom<'s, T> {
-    /// Room in a buffer of [`UnitSize::len`] numbers.
-    pub(super) fn new(kernels: &'static Kernels<T>, size: UnitSize, buffer: &'s mut [T]) -> Self {
+    /// Room in a buffer of [`UnitSize::len`] numbers; `None` without a unit.
+    pub(super) fn new(kernels: &'static Kernels<T>, size: UnitSize, buffer: &'s mut [T]) -> Option<Self> {
+        let unit = kernels.matrix_unit()?;
         let mut rest = buffer;
         let [q, d_context, keys, values, key_columns, q_columns, d_columns, turned, p, d, d_rows, d_k, d_v] =
             size.lengths().map(|n| {
@@ -134,9 +149,10 @@ impl<'s, T: Element> UnitRoom<'s, T> {
                 rest = behind;
                 part
             });
-        Self {
+        Some(Self {
             kernels,
             size,
+            unit,
             rows: [q, d_context],
             keys: [keys, values],
             key_columns,
@@ -150,14 +166,14 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             columns_fit: 0,
             rows_fit: [false; 2],
             row_columns_fit: false,
+            tile: Tile::default(),
             used: false,
-        }
+        })
     }
 
     /// Splits the first `seen` keys and values of a block: their packed panels, and the rows of the former.
     pub(super) fn take_keys(&mut self, seen: usize, panels: [&[T]; 2], keys: &[T]) {
         (self.seen, self.scores_fit, self.columns_fit, self.used) = (seen, 0, 0, false);
-        let Some(unit) = self.kernels.matrix_unit() else { return };
         let k_width = self.size.dims[0].next_multiple_of(PANEL);
         for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
             let count = KEYS.min(seen - first);
@@ -169,7 +185,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             self.scores_fit |= u64::from(fits) << tile;
             let to = &mut self.key_columns[tile * self.size.columns()..];
             let shape = [count, k_width / PANEL];
-            let fits = unit.split_panels(shape, &keys[first * k_width..], k_width, to, split_panel_len(KEYS));
+            let fits = self.unit.split_panels(shape, &keys[first * k_width..], k_width, to, split_panel_len(KEYS));
             self.columns_fit |= u64::from(fits) << tile;
         }
     }
@@ -177,28 +193,36 @@ impl<'s, T: Element> UnitRoom<'s, T> {
     /// Splits the queries and gradients of a step, which are packed.
     pub(super) fn take_rows(&mut self, n: usize, packed: [&[T]; 2]) {
         self.row_columns_fit = true;
-        let Some(unit) = self.kernels.matrix_unit() else { return };
         for (i, (from, dim)) in packed.into_iter().zip(self.size.dims).enumerate() {
             let width = dim.next_multiple_of(PANEL);
             let split = self.kernels.split_queries(from, [n, dim, width], &mut *self.rows[i]);
             self.rows_fit[i] = split.is_some_and(|split| split.fit());
             let Ok(from) = ArrayView2::from_shape((n, dim).strides((width.max(1), 1)), from) else { continue };
             self.kernels.pack_panels(from, self.turned);
-            self.row_columns_fit &= unit.split_columns([n, dim], self.turned, &mut *self.row_columns[i]);
+            self.row_columns_fit &= self.unit.split_columns([n, dim], self.turned, &mut *self.row_columns[i]);
         }
     }
 
-    /// `p = q k^T` and `d = d_o v^T` of some of the `all` rows of a step, `packed`, and the tile at key `offset` of a block, whose
-    /// panels are given. False if the unit may not multiply the tile.
+    /// Before a step meets the tile at key `offset` of the block.
+    pub(super) fn begin(&mut self, offset: usize) {
+        let index = offset / KEYS;
+        // So few queries would leave the unit idle.
+        let enough = self.size.rows >= UNIT_ROWS;
+        let splits = enough && self.row_columns_fit && self.columns_fit >> index & 1 == 1;
+        self.tile = Tile { index, splits, ..Tile::default() };
+    }
+
+    /// `p = q k^T` and `d = d_o v^T` of a block of the `all` rows of a step, `packed`, and the tile, where the panels of the block
+    /// of keys are given. False if the unit may not multiply the tile.
     pub(super) fn products(
-        &self,
-        [all, offset]: [usize; 2],
+        &mut self,
+        all: usize,
         rows: Range<usize>,
         packed: [&[T]; 2],
         panels: [&[T]; 2],
         to: [&mut [T]; 2],
     ) -> bool {
-        let tile = offset / KEYS;
+        let (tile, offset) = (self.tile.index, self.tile.index * KEYS);
         if self.scores_fit >> tile & 1 == 0 {
             return false;
         }
@@ -213,90 +237,76 @@ impl<'s, T: Element> UnitRoom<'s, T> {
                 keys: &panels[i][offset * head_dim..],
                 split: &self.keys[i][tile * split_keys_len(head_dim)..],
             };
-            self.kernels.unit_products(&factors, rows.clone(), &mut to[rows.start * KEYS..]);
+            for row in rows.clone().step_by(UNIT_ROWS) {
+                let rows = row..rows.end.min(row + UNIT_ROWS);
+                self.kernels.unit_products(&mut self.unit, &factors, rows, &mut to[row * KEYS..]);
+            }
         }
         true
     }
 
-    /// The three products of the gradients of `rows` rows and the tile at key `offset`, `[rows][64]` of p and d. False if the unit
-    /// may not multiply all of them, and then nothing is added to.
-    pub(super) fn gradients(
-        &mut self,
-        [rows, offset]: [usize; 2],
-        seen: &Seen,
-        from: [&[T]; 2],
-        d_q: &mut [T],
-    ) -> bool {
-        let tile = offset / KEYS;
-        // So few queries would leave the unit idle.
-        if self.size.rows < UNIT_ROWS || self.columns_fit >> tile & 1 == 0 || !self.row_columns_fit {
-            return false;
+    /// Keeps the unit from falling asleep between its products.
+    pub(super) fn stay_awake(&mut self) {
+        self.unit.stay_awake();
+    }
+
+    /// Splits what a block of rows has made of p and d, `[rows][64]` of the step, if it sees some of the panels.
+    pub(super) fn split(&mut self, rows: Range<usize>, panels: Range<usize>, from: [&[T]; 2]) {
+        if !self.tile.splits || panels.is_empty() {
+            return;
         }
-        let Some(mut unit) = self.kernels.matrix_unit() else { return false };
-        let sees: [[bool; PAIRS]; BLOCKS] = std::array::from_fn(|block| {
-            let rows = block * UNIT_ROWS..rows.min((block + 1) * UNIT_ROWS);
-            std::array::from_fn(|pair| seen.sees(rows.clone(), pair * BOTH..(pair + 1) * BOTH))
-        });
-        if !self.split(&unit, rows, &sees, from) {
+        let panel = self.size.panel();
+        for (row, pair) in rows
+            .clone()
+            .step_by(UNIT_ROWS)
+            .flat_map(|row| (panels.start / BOTH..panels.end.div_ceil(BOTH)).map(move |pair| (row, pair)))
+        {
+            let block = row / UNIT_ROWS;
+            self.tile.sees[block][pair] = true;
+            for (i, from) in from.into_iter().enumerate() {
+                let to = Squares {
+                    panels: &mut self.weights[i][pair * BOTH * panel + block * split_panel_len(STEP)..],
+                    panel,
+                    // Only the gradients of products are multiplied with keys.
+                    rows: (i == 1).then_some(&mut self.d_rows[(block * PAIRS + pair) * SQUARE..]),
+                };
+                let extent =
+                    self.unit.split_square(UNIT_ROWS.min(rows.end - row), &from[row * KEYS + pair * STEP..], KEYS, to);
+                self.tile.extents[i] = self.tile.extents[i].and(extent);
+            }
+        }
+    }
+
+    /// The three products of the gradients of `rows` rows and the tile, from what was split. False if the unit may not multiply
+    /// all of it, and then nothing is added to.
+    pub(super) fn gradients(&mut self, rows: usize, d_q: &mut [T]) -> bool {
+        if !self.tile.splits || !self.tile.extents.iter().all(|extent| extent.fits()) {
             return false;
         }
         if !self.used {
             self.used = true;
             self.sums.iter_mut().for_each(|sums| sums.fill(T::zero()));
         }
-        self.add_to_queries(&mut unit, [rows, tile], &sees, d_q);
-        self.add_to_keys(&mut unit, tile, &sees);
+        self.add_to_queries(rows, d_q);
+        self.add_to_keys();
         true
     }
 
-    /// Splits p and d. Whether they fit.
-    fn split(
-        &mut self,
-        unit: &MatrixUnit<'_, T>,
-        rows: usize,
-        sees: &[[bool; PAIRS]; BLOCKS],
-        from: [&[T]; 2],
-    ) -> bool {
-        let panel = self.size.panel();
-        let mut extents = [Extent::NOTHING; 2];
-        for (block, sees) in sees.iter().enumerate() {
-            for pair in (0..PAIRS).filter(|&pair| sees[pair]) {
-                let (n, at) = (UNIT_ROWS.min(rows - block * UNIT_ROWS), block * UNIT_ROWS * KEYS + pair * STEP);
-                for (i, from) in from.into_iter().enumerate() {
-                    let to = Squares {
-                        panels: &mut self.weights[i][pair * BOTH * panel + block * split_panel_len(STEP)..],
-                        panel,
-                        // Only the gradients of products are multiplied with keys.
-                        rows: (i == 1).then_some(&mut self.d_rows[(block * PAIRS + pair) * SQUARE..]),
-                    };
-                    extents[i] = extents[i].and(unit.split_square(n, &from[at..], KEYS, to));
-                }
-            }
-        }
-        extents.iter().all(|extent| extent.fits())
-    }
-
     /// `d_q += d K`
-    fn add_to_queries(
-        &self,
-        unit: &mut MatrixUnit<'_, T>,
-        [rows, tile]: [usize; 2],
-        sees: &[[bool; PAIRS]; BLOCKS],
-        d_q: &mut [T],
-    ) {
+    fn add_to_queries(&mut self, rows: usize, d_q: &mut [T]) {
         let width = self.size.dims[0].next_multiple_of(PANEL);
-        for (block, sees) in sees.iter().enumerate() {
+        for (block, sees) in self.tile.sees.iter().enumerate() {
             let pairs = span(sees.iter().copied());
             if pairs.is_empty() {
                 continue;
             }
-            unit.multiply(UnitProduct {
+            self.unit.multiply(UnitProduct {
                 rows: UNIT_ROWS.min(rows - block * UNIT_ROWS),
                 panels: width / PANEL,
                 steps: pairs.len(),
                 a: &self.d_rows[(block * PAIRS + pairs.start) * SQUARE..],
                 a_part: UNIT_ROWS * PANEL,
-                b: &self.key_columns[tile * self.size.columns() + pairs.start * split_panel_len(STEP)..],
+                b: &self.key_columns[self.tile.index * self.size.columns() + pairs.start * split_panel_len(STEP)..],
                 b_panel: split_panel_len(KEYS),
                 c: &mut d_q[block * UNIT_ROWS * width..],
                 c_row: width,
@@ -306,8 +316,8 @@ impl<'s, T: Element> UnitRoom<'s, T> {
     }
 
     /// `d_v += d_O^T p` and `d_k += Q^T d`
-    fn add_to_keys(&mut self, unit: &mut MatrixUnit<'_, T>, tile: usize, sees: &[[bool; PAIRS]; BLOCKS]) {
-        let panel = self.size.panel();
+    fn add_to_keys(&mut self) {
+        let (panel, Tile { index, sees, .. }) = (self.size.panel(), self.tile);
         for pair in 0..PAIRS {
             let blocks = span(sees.iter().map(|sees| sees[pair]));
             for block in blocks.clone().filter(|&block| !sees[block][pair]) {
@@ -321,7 +331,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             let operands = self.row_columns.iter().zip(self.weights.iter().rev()).zip(&mut self.sums);
             for (((a, b), c), dim) in operands.zip(self.size.dims) {
                 for first in (0..dim).step_by(UNIT_ROWS).filter(|_| !blocks.is_empty()) {
-                    unit.multiply(UnitProduct {
+                    self.unit.multiply(UnitProduct {
                         rows: UNIT_ROWS.min(dim - first),
                         panels: BOTH,
                         steps: blocks.len(),
@@ -329,7 +339,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
                         a_part: dim * PANEL,
                         b: &b[pair * BOTH * panel + blocks.start * split_panel_len(STEP)..],
                         b_panel: panel,
-                        c: &mut c[(tile * dim + first) * KEYS + pair * STEP..],
+                        c: &mut c[(index * dim + first) * KEYS + pair * STEP..],
                         c_row: KEYS,
                         start: Start::Add,
                     });

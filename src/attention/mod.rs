@@ -28,6 +28,7 @@
 // path with weights.
 
 mod backward;
+mod backward_tile;
 mod backward_unit;
 mod bias;
 mod decode;

@@ -3,7 +3,7 @@
 //! Cuts depend on shapes only. A row's result does not depend on the cut either: it meets the same keys in the same
 //! order whichever rows share its item.
 
-use super::backward::MAX_TILE;
+use super::backward_tile::MAX_TILE;
 use super::problem::Dims;
 use crate::kernels::{KEYS, MAX_ROWS, UNIT_ROWS};
 

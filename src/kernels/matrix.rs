@@ -213,8 +213,8 @@ const fn power(exponent: i32) -> u32 {
     ((f32::MAX_EXP - 1 + exponent) as u32) << (f32::MANTISSA_DIGITS - 1)
 }
 
-/// How large the numbers of a matrix are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How large the numbers of a matrix are; of none, by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     /// The bits of the largest absolute value; NaN and infinity are the largest of all.
     pub(super) largest: u32,
@@ -262,7 +262,8 @@ pub(crate) const fn split_panel_len(terms: usize) -> usize {
     steps(terms).saturating_mul(PARTS * PANEL * PANEL)
 }
 
-/// The unit, made ready for products on this thread, until it is dropped.
+/// The unit, made ready for products on this thread, until it is dropped. One at a time: the second would leave the first without
+/// its registers.
 #[derive(Debug)]
 pub(crate) struct Session<'m, T> {
     matrix: &'m Matrix<T>,

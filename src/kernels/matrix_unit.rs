@@ -11,7 +11,7 @@ use super::matrix::{
 use super::table::Kernels;
 use super::tile::Start;
 
-/// The unit on this thread, until it is dropped.
+/// The unit on this thread, until it is dropped: there must be no other one, or [`Session`], meanwhile.
 #[derive(Debug)]
 pub(crate) struct MatrixUnit<'m, T> {
     matrix: &'m Matrix<T>,
@@ -60,7 +60,16 @@ fn end(count: usize, apart: usize, len: usize) -> usize {
     count.checked_sub(1).map_or(0, |last| last.saturating_mul(apart).saturating_add(len))
 }
 
-impl<T> MatrixUnit<'_, T> {
+impl<'m, T> MatrixUnit<'m, T> {
+    pub(super) fn session(&mut self) -> &mut Session<'m, T> {
+        &mut self.session
+    }
+
+    /// Keeps the unit from falling asleep where the next product is some time off.
+    pub(crate) fn stay_awake(&mut self) {
+        self.session.stay_awake();
+    }
+
     /// Splits the columns of `rows` packed rows, `[rows / 16][width][16]`, as `width` rows whose terms they are. Whether all fit.
     pub(crate) fn split_columns(&self, [rows, width]: [usize; 2], panels: &[T], to: &mut [T]) -> bool {
         let terms = rows.next_multiple_of(PANEL);

@@ -111,7 +111,7 @@ pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use simd::fetch;
 pub(crate) use slab::Lot;
-pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, rows_of_tile};
+pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, Visible, rows_of_tile};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
 pub(crate) use unit::{

@@ -21,6 +21,7 @@ use super::lines::Lines;
 use super::matrix::{
     Extent, Matrix, Multiply, STEP, Session, SplitPanel, SplitRows, UNIT_ROWS, split_panel_len, split_rows_len, steps,
 };
+use super::matrix_unit::MatrixUnit;
 use super::operand::Operand;
 use super::real::Real;
 use super::softmax::Softmax;
@@ -245,26 +246,29 @@ impl<T: Real> Kernels<T> {
         self.split_panels(Operand::Own(panels), [count.div_ceil(PANEL), terms, count], terms * PANEL, to, &mut [])
     }
 
-    /// `p = q k^T` of any number of rows, for all keys of a tile; `p: [rows][64]`.
-    pub(crate) fn unit_products(&self, factors: &SplitFactors<'_, T>, rows: Range<usize>, p: &mut [T]) {
+    /// `p = q k^T` of up to 32 rows, for all keys of a tile; `p: [rows][64]`.
+    pub(crate) fn unit_products(
+        &self,
+        on: &mut MatrixUnit<'_, T>,
+        factors: &SplitFactors<'_, T>,
+        rows: Range<usize>,
+        p: &mut [T],
+    ) {
         let SplitFactors { q, q_row, head_dim, queries, panels, keys, split } = *factors;
-        let Some(matrix) = self.matrix.as_ref() else { return };
+        let Some(matrix) = self.matrix.as_ref().filter(|_| !rows.is_empty()) else { return };
         let panels = panels.min(KEYS / PANEL);
-        let enough = queries.first + rows.end <= queries.rows
+        let enough = rows.len() <= UNIT_ROWS
+            && queries.first + rows.end <= queries.rows
             && split_rows_len(queries.rows, head_dim) <= queries.numbers.len()
             && split_panel_len(head_dim) * panels <= split.len();
         assert!(enough, "split rows and panels for all of a product");
         let tile = SplitTile { keys: split, values: &[], steps: 0 };
         let unit = Unit { kernels: self, matrix, q, q_row, head_dim, queries, keys: Operand::Own(keys), tile };
-        let p = &mut p[..rows.len() * KEYS];
-        let mut session = Session::new(matrix);
-        for (first, p) in rows.clone().step_by(UNIT_ROWS).zip(p.chunks_mut(UNIT_ROWS * KEYS)) {
-            let rows = first..rows.end.min(first + UNIT_ROWS);
-            // SAFETY: the rows are some of those that are split, and `p` has that many.
-            unsafe {
-                session.multiply(&unit.scores(rows.clone(), 0..panels, p.as_mut_ptr()));
-                unit.replace_unfit(rows, 0..panels, p.as_mut_ptr());
-            }
+        let p = p[..rows.len() * KEYS].as_mut_ptr();
+        // SAFETY: the rows are some of those that are split, and `p` has that many.
+        unsafe {
+            on.session().multiply(&unit.scores(rows.clone(), 0..panels, p));
+            unit.replace_unfit(rows, 0..panels, p);
         }
     }
 
