@@ -139,8 +139,8 @@ impl<T: Element> Backward<'_, '_, T> {
                 unit.as_mut().is_some_and(|unit| unit.products(all, rows.clone(), [q, d_context], panels, [p, d]));
             let first = group;
             for rows in groups(rows.clone()) {
-                let whole = rows.end <= walk.run_of_all(&mut seeing, rows.start, tile);
-                let sight = if whole { Some(Sight::WHOLE) } else { walk.sight(rows.clone(), keys.clone()) };
+                let whole = rows.end <= walk.run_of_all(&mut seeing, rows.start);
+                let sight = if whole { Some(Sight::WHOLE) } else { walk.sight(&seeing, rows.clone(), keys.clone()) };
                 if let Some(sight) = sight {
                     if !by_unit {
                         self.products(rows.clone(), offset, &sight.panels, block, queries);

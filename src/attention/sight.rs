@@ -19,6 +19,7 @@ use std::ops::Range;
 use super::walk::Walk;
 use crate::element::Element;
 use crate::kernels::{KEYS, MAX_ROWS, PANEL, UNIT_ROWS, key_bits};
+use crate::mask::DenseWords;
 
 /// Rows of a run that the matrix unit meets at once: half a block of it. Fewer are met with those beside them.
 const SHORTEST_RUN: usize = UNIT_ROWS / 2;
@@ -37,7 +38,11 @@ impl Sight {
 }
 
 /// The rows that a tile concerns.
-pub(super) struct Seeing {
+pub(super) struct Seeing<'m> {
+    /// Which tile it is.
+    tile: usize,
+    /// What dense rules say of it, if they say the same for all heads of the rows.
+    words: Option<DenseWords<'m>>,
     /// Those that may see some of its keys.
     pub(super) some: Range<usize>,
     /// Those that see all of its 64 keys, unless dense rules hide some.
@@ -46,7 +51,7 @@ pub(super) struct Seeing {
     run: usize,
 }
 
-impl<T: Element> Walk<'_, '_, T> {
+impl<'p, T: Element> Walk<'p, '_, T> {
     /// The keys that a row sees by structure.
     fn keys(&self, row: usize) -> Range<usize> {
         self.mask.keys(self.index(row))
@@ -61,9 +66,12 @@ impl<T: Element> Walk<'_, '_, T> {
     }
 
     /// Which rows see keys `keys`, a tile or the last part of one; `whole` if that is all of them.
-    pub(super) fn seeing(&self, keys: Range<usize>, whole: bool) -> Seeing {
+    pub(super) fn seeing(&self, keys: Range<usize>, whole: bool) -> Seeing<'p> {
+        let tile = keys.start / KEYS;
+        let alike = self.rows > 0 && (self.group == 1 || !self.mask.differs_by_head());
+        let words = alike.then(|| self.mask.of_head(self.row(0).0).dense_words(tile));
         if whole {
-            return Seeing { some: 0..self.rows, all: 0..self.rows, run: 0 };
+            return Seeing { tile, words, some: 0..self.rows, all: 0..self.rows, run: 0 };
         }
         let begun = first_where(0..self.rows, |row| self.keys(row).end > keys.start);
         let ended = first_where(begun..self.rows, |row| self.keys(row).start >= keys.end);
@@ -75,15 +83,31 @@ impl<T: Element> Walk<'_, '_, T> {
         } else {
             begun..begun
         };
-        Seeing { some: begun..ended, all, run: 0 }
+        Seeing { tile, words, some: begun..ended, all, run: 0 }
     }
 
-    /// Where the run of rows ends that starts at `row` and sees all keys of tile `tile`; `row` if it does not. Where dense rules
+    /// What dense rules say of a row and the tile.
+    fn dense_word(&self, seeing: &Seeing<'_>, row: usize) -> u64 {
+        match seeing.words {
+            Some(words) => words.of(self.index(row)),
+            None => self.mask.of_head(self.row(row).0).dense_word(self.index(row), seeing.tile),
+        }
+    }
+
+    /// The first row from `row` on that dense rules let see some of the tile, or the end of those that see some.
+    pub(super) fn first_seeing(&self, seeing: &Seeing<'_>, row: usize) -> usize {
+        match self.mask.is_dense() {
+            true => (row..seeing.some.end).find(|&row| self.dense_word(seeing, row) != 0).unwrap_or(seeing.some.end),
+            false => row,
+        }
+    }
+
+    /// Where the run of rows ends that starts at `row` and sees all keys of the tile; `row` if it does not. Where dense rules
     /// end it, a run is of [`SHORTEST_RUN`] rows or more for the matrix unit, and else of whole groups of six. Rows are asked for
     /// in ascending order.
-    pub(super) fn run_of_all(&self, seeing: &mut Seeing, row: usize, tile: usize) -> usize {
+    pub(super) fn run_of_all(&self, seeing: &mut Seeing<'_>, row: usize) -> usize {
         if row >= seeing.run {
-            let sees = |&row: &usize| self.mask.of_head(self.row(row).0).dense_word(self.index(row), tile) == u64::MAX;
+            let sees = |&row: &usize| self.dense_word(seeing, row) == u64::MAX;
             seeing.run = match seeing.all.contains(&row) {
                 false => row,
                 true if !self.mask.is_dense() => seeing.all.end,
@@ -99,7 +123,7 @@ impl<T: Element> Walk<'_, '_, T> {
     }
 
     /// What the rows see of the keys `keys` of a tile, which starts at a multiple of 64; `None` if it is nothing.
-    pub(super) fn sight(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
+    pub(super) fn sight(&self, seeing: &Seeing<'_>, rows: Range<usize>, keys: Range<usize>) -> Option<Sight> {
         let (first, last) = (self.keys(rows.start), self.keys(rows.end - 1));
         let (start, end) = (first.start.max(keys.start), last.end.min(keys.end));
         if start >= end {
@@ -112,7 +136,9 @@ impl<T: Element> Walk<'_, '_, T> {
         }
         let mut bits = [0; MAX_ROWS];
         for (bits, row) in bits.iter_mut().zip(rows.clone()) {
-            *bits = self.mask.of_head(self.row(row).0).word(self.index(row), keys.start / KEYS);
+            let seen = self.keys(row);
+            let within = |key: usize| key.clamp(keys.start, keys.start + KEYS) - keys.start;
+            *bits = self.dense_word(seeing, row) & key_bits(within(seen.start), within(seen.end.max(seen.start)));
         }
         let any = bits.iter().fold(0, |any, bits| any | bits);
         if any == 0 {
@@ -141,34 +167,37 @@ impl<T: Element> Walk<'_, '_, T> {
     /// that see all keys, and are only the first group of such a run if they begin with one.
     pub(super) fn block_sight(
         &self,
-        seeing: &mut Seeing,
+        seeing: &mut Seeing<'_>,
         first: usize,
         keys: Range<usize>,
         most: usize,
         runs: bool,
     ) -> BlockSight {
         let end = seeing.some.end.min(first + most.min(UNIT_ROWS));
-        let run = self.run_of_all(seeing, first, keys.start / KEYS);
+        let run = self.run_of_all(seeing, first);
         let mut block = BlockSight { rows: first..first, run, groups: Default::default(), panels: 0..0 };
         for sight in &mut block.groups {
             let row = block.rows.end;
             if row >= end {
                 break;
             }
-            let run = self.run_of_all(seeing, row, keys.start / KEYS);
+            let run = self.run_of_all(seeing, row);
             let alone = row < run && runs;
             if alone && row > first {
                 break;
             }
             block.rows.end = end.min(row + MAX_ROWS);
-            *sight =
-                if block.rows.end <= run { Some(Sight::WHOLE) } else { self.sight(row..block.rows.end, keys.clone()) };
+            *sight = if block.rows.end <= run {
+                Some(Sight::WHOLE)
+            } else {
+                self.sight(seeing, row..block.rows.end, keys.clone())
+            };
             if let Some(Sight { bits: Some(bits), .. }) = sight.as_ref().filter(|_| runs && self.unit) {
                 // The group ends where a run begins.
                 let mut later = (row..block.rows.end).zip(bits).skip(1).filter(|(_, bits)| **bits == u64::MAX);
-                if let Some((run, _)) = later.find(|&(row, _)| self.run_of_all(seeing, row, keys.start / KEYS) > row) {
+                if let Some((run, _)) = later.find(|&(row, _)| self.run_of_all(seeing, row) > row) {
                     block.rows.end = run;
-                    *sight = self.sight(row..run, keys.clone());
+                    *sight = self.sight(seeing, row..run, keys.clone());
                 }
             }
             if let Some(sight) = sight {

@@ -297,7 +297,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     fn tile(
         &self,
         step: Step,
-        mut seeing: Seeing,
+        mut seeing: Seeing<'_>,
         queries: Asking<'_, T>,
         state: &mut State<'_, T>,
         room: &mut TileRoom<'_, T>,
@@ -310,7 +310,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         let TileRoom { keys: room_keys, values, split, rows: room } = room;
         let (mut unpacked, mut packed) = (Some(([&mut **room_keys, &mut **values], split)), None);
         let mut row = some.start;
-        while row < some.end {
+        loop {
+            row = self.first_seeing(&seeing, row);
+            if row >= some.end {
+                break;
+            }
             let block = self.block_sight(&mut seeing, row, keys.clone(), most, at_once);
             if block.panels.is_empty() {
                 row = block.rows.end;

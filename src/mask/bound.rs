@@ -7,8 +7,10 @@
 use ndarray::Array4;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::Mask;
+use super::dense::{Column, Dense};
 use super::structure::{Align, Band, Extent, Interval, common_alignment, window_alignment};
 use crate::error::{Error, Result};
 use crate::kernels::{KEYS, key_bits};
@@ -238,6 +240,26 @@ pub(crate) struct HeadMask<'a> {
     pub(super) interval: Interval,
 }
 
+/// What dense rules say of 64 keys, for any query.
+#[derive(Clone, Copy)]
+pub(crate) struct DenseWords<'a> {
+    /// Of the first rule, and mostly the only one.
+    first: Option<Column<'a>>,
+    rest: &'a [Arc<Dense>],
+    entry: usize,
+    head: usize,
+    word: usize,
+}
+
+impl DenseWords<'_> {
+    /// See [`HeadMask::dense_word`].
+    #[inline]
+    pub(crate) fn of(&self, i: usize) -> u64 {
+        let first = self.first.map_or(u64::MAX, |first| first.word(i));
+        self.rest.iter().fold(first, |bits, rule| bits & rule.word(self.entry, self.head, i, self.word))
+    }
+}
+
 impl<'a> HeadMask<'a> {
     /// The keys that query i may see; dense rules can hide more of them.
     pub(crate) fn keys(&self, i: usize) -> Range<usize> {
@@ -299,7 +321,19 @@ impl<'a> HeadMask<'a> {
 
     /// The same by dense rules alone.
     pub(crate) fn dense_word(&self, i: usize, word: usize) -> u64 {
-        self.mask.dense.iter().fold(u64::MAX, |bits, d| bits & d.word(self.entry, self.head, i, word))
+        self.dense_words(word).of(i)
+    }
+
+    /// The same of all queries.
+    pub(crate) fn dense_words(&self, word: usize) -> DenseWords<'a> {
+        let (first, rest) = self.mask.dense.split_first().map_or((None, &[][..]), |(first, rest)| (Some(first), rest));
+        let first = first.map(|dense| dense.column(self.entry, self.head, word));
+        DenseWords { first, rest, entry: self.entry, head: self.head, word }
+    }
+
+    /// Whether dense rules tell heads apart.
+    pub(crate) fn differs_by_head(&self) -> bool {
+        self.mask.dense.iter().any(|dense| dense.differs_along(1))
     }
 
     /// See [`BoundMask::tile`]. Dense rules are asked by word, so for them the keys count in blocks of 64.

@@ -71,12 +71,37 @@ impl Dense {
 
     /// Bit b is set where query i of head h may attend to key `64 * word + b`.
     pub(crate) fn word(&self, entry: usize, head: usize, i: usize, word: usize) -> u64 {
-        let at = |axis: usize, index: usize| if self.shape[axis] == 1 { 0 } else { index };
-        let row = (at(0, entry) * self.shape[1] + at(1, head)) * self.shape[2] + at(2, i);
-        let one_key_for_all = self.shape[3] == 1;
-        let index = row * self.words_per_row + if one_key_for_all { 0 } else { word };
-        match self.words.get(index) {
-            Some(&bits) if one_key_for_all => 0u64.wrapping_sub(bits & 1),
+        self.column(entry, head, word).word(i)
+    }
+
+    /// The same word of all queries.
+    pub(super) fn column(&self, entry: usize, head: usize, word: usize) -> Column<'_> {
+        let at = |axis: usize, index: usize| if self.differs_along(axis) { index } else { 0 };
+        let row = (at(0, entry) * self.shape[1] + at(1, head)) * self.shape[2];
+        Column {
+            words: &self.words,
+            first: row * self.words_per_row + at(3, word),
+            apart: at(2, self.words_per_row),
+            spread: !self.differs_along(3),
+        }
+    }
+}
+
+/// A word of each query.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Column<'a> {
+    words: &'a [u64],
+    first: usize,
+    apart: usize,
+    /// Whether one key stands for all.
+    spread: bool,
+}
+
+impl Column<'_> {
+    #[inline]
+    pub(super) fn word(&self, i: usize) -> u64 {
+        match self.words.get(self.first + i * self.apart) {
+            Some(&bits) if self.spread => 0u64.wrapping_sub(bits & 1),
             Some(&bits) => bits,
             None => 0,
         }

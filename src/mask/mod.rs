@@ -7,7 +7,7 @@ mod segments;
 mod structure;
 
 pub use bound::{BoundMask, Visibility};
-pub(crate) use bound::{HeadMask, Held};
+pub(crate) use bound::{DenseWords, HeadMask, Held};
 pub(crate) use dense::rank_2_or_4;
 pub(crate) use structure::check_lengths;
 
