@@ -247,7 +247,9 @@ impl<T: Element> Backward<'_, '_, T> {
             let mut unit =
                 if self.size.unit { UnitRoom::new(self.kernels, self.size.unit_size(), &mut *unit) } else { None };
             if let Some(unit) = &mut unit {
-                unit.take_keys(seen, [key_panels, value_panels], keys);
+                let tile = item.keys().start / KEYS;
+                let hidden = |index: usize| self.forward.hidden(pair.entry, kv_head, tile + index);
+                unit.take_keys(seen, [&mut *key_panels, &mut *value_panels], keys, hidden);
             }
             let mut block = Keys { key_panels, value_panels, unit, keys, d_k, d_v, added: false, finite };
             if let Some(tables) = &self.tables {
@@ -292,7 +294,7 @@ impl<T: Element> Backward<'_, '_, T> {
             if !tiles.is_empty() {
                 self.pack(&walk, head, queries);
                 if let Some(unit) = &mut block.unit {
-                    unit.take_rows(walk.rows(), [queries.q, queries.d_context]);
+                    unit.take_rows(walk.rows(), [queries.q, queries.d_context], |row| walk.sees_something(row));
                 }
                 if let Some(tables) = &self.tables {
                     tables.begin_step(&walk, keys.clone(), queries.q, queries.tables);

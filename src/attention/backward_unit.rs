@@ -25,7 +25,7 @@ use super::problem::Dims;
 use crate::element::Element;
 use crate::kernels::{
     Extent, KEYS, Kernels, MatrixUnit, PANEL, STEP, SplitFactors, SplitQueries, Squares, Start, UNIT_ROWS, UnitProduct,
-    split_keys_len, split_panel_len, split_rows_len,
+    clear_keys, split_keys_len, split_panel_len, split_rows_len,
 };
 use ndarray::{ArrayView2, ShapeBuilder};
 
@@ -171,27 +171,72 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         })
     }
 
-    /// Splits the first `seen` keys and values of a block: their packed panels, and the rows of the former.
-    pub(super) fn take_keys(&mut self, seen: usize, panels: [&[T]; 2], keys: &[T]) {
+    /// Splits the first `seen` keys and values of a block: their packed panels, and the rows of the former. `hidden` says which
+    /// keys of a tile nobody sees, bit by bit: they become zeros where they would keep the unit from multiplying the others.
+    pub(super) fn take_keys(
+        &mut self,
+        seen: usize,
+        mut panels: [&mut [T]; 2],
+        keys: &mut [T],
+        hidden: impl Fn(usize) -> u64,
+    ) {
         (self.seen, self.scores_fit, self.columns_fit, self.used) = (seen, 0, 0, false);
         let k_width = self.size.dims[0].next_multiple_of(PANEL);
         for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
             let count = KEYS.min(seen - first);
-            let mut fits = true;
-            for ((to, panels), width) in self.keys.iter_mut().zip(panels).zip(self.size.dims) {
-                let (panels, to) = (&panels[first * width..], &mut to[tile * split_keys_len(width)..]);
-                fits &= self.kernels.split_key_panels(panels, [count, width], to) == Some(true);
+            let mut fits = self.split_keys(tile, count, panels.each_ref().map(|panels| &**panels), keys);
+            if fits != [true; 2] {
+                let hidden = hidden(tile);
+                if hidden != 0 {
+                    for (panels, width) in panels.iter_mut().zip(self.size.dims) {
+                        clear_keys(&mut panels[first * width..], width, hidden);
+                    }
+                    for (key, row) in keys[first * k_width..].chunks_exact_mut(k_width.max(1)).take(count).enumerate() {
+                        if hidden >> key & 1 == 1 {
+                            row.fill(T::zero());
+                        }
+                    }
+                    fits = self.split_keys(tile, count, panels.each_ref().map(|panels| &**panels), keys);
+                }
             }
-            self.scores_fit |= u64::from(fits) << tile;
-            let to = &mut self.key_columns[tile * self.size.columns()..];
-            let shape = [count, k_width / PANEL];
-            let fits = self.unit.split_panels(shape, &keys[first * k_width..], k_width, to, split_panel_len(KEYS));
-            self.columns_fit |= u64::from(fits) << tile;
+            self.scores_fit |= u64::from(fits[0]) << tile;
+            self.columns_fit |= u64::from(fits[1]) << tile;
         }
     }
 
-    /// Splits the queries and gradients of a step, which are packed.
-    pub(super) fn take_rows(&mut self, n: usize, packed: [&[T]; 2]) {
+    /// Splits the first `count` keys of a tile. Whether the unit may multiply it for scores, and for gradients of queries.
+    fn split_keys(&mut self, tile: usize, count: usize, panels: [&[T]; 2], keys: &[T]) -> [bool; 2] {
+        let (first, k_width) = (tile * KEYS, self.size.dims[0].next_multiple_of(PANEL));
+        let mut fits = true;
+        for ((to, panels), width) in self.keys.iter_mut().zip(panels).zip(self.size.dims) {
+            let (panels, to) = (&panels[first * width..], &mut to[tile * split_keys_len(width)..]);
+            fits &= self.kernels.split_key_panels(panels, [count, width], to) == Some(true);
+        }
+        let (shape, to) = ([count, k_width / PANEL], &mut self.key_columns[tile * self.size.columns()..]);
+        [fits, self.unit.split_panels(shape, &keys[first * k_width..], k_width, to, split_panel_len(KEYS))]
+    }
+
+    /// Splits the queries and gradients of a step, which are packed. `sees` says whether a row sees anything: if not, it becomes
+    /// zeros where it would keep the unit from multiplying the others.
+    pub(super) fn take_rows(&mut self, n: usize, mut packed: [&mut [T]; 2], sees: impl Fn(usize) -> bool) {
+        if self.split_rows(n, packed.each_ref().map(|packed| &**packed)) {
+            return;
+        }
+        let widths = self.size.dims.map(|dim| dim.next_multiple_of(PANEL));
+        let mut cleared = false;
+        for row in (0..n).filter(|&row| !sees(row)) {
+            for (packed, width) in packed.iter_mut().zip(widths) {
+                packed[row * width..][..width].fill(T::zero());
+                cleared = true;
+            }
+        }
+        if cleared {
+            self.split_rows(n, packed.each_ref().map(|packed| &**packed));
+        }
+    }
+
+    /// Whether all fit.
+    fn split_rows(&mut self, n: usize, packed: [&[T]; 2]) -> bool {
         self.row_columns_fit = true;
         for (i, (from, dim)) in packed.into_iter().zip(self.size.dims).enumerate() {
             let width = dim.next_multiple_of(PANEL);
@@ -201,6 +246,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             self.kernels.pack_panels(from, self.turned);
             self.row_columns_fit &= self.unit.split_columns([n, dim], self.turned, &mut *self.row_columns[i]);
         }
+        self.row_columns_fit && self.rows_fit == [true; 2]
     }
 
     /// Before a step meets the tile at key `offset` of the block.

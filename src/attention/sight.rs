@@ -57,6 +57,11 @@ impl<'p, T: Element> Walk<'p, '_, T> {
         self.mask.keys(self.index(row))
     }
 
+    /// Whether a row sees any key.
+    pub(super) fn sees_something(&self, row: usize) -> bool {
+        self.mask.of_head(self.row(row).0).runs(self.index(row)).next().is_some()
+    }
+
     /// The tiles that all rows see by structure: most of them.
     pub(super) fn whole_tiles(&self) -> Range<usize> {
         match self.rows {

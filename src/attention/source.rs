@@ -69,7 +69,7 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
         kernels: &Kernels<T>,
         Wanted { entry, kv_head, keys, next, .. }: Wanted,
         [panels, rows]: [&'s mut [T]; 2],
-        split: Option<SplitRoom<'s, '_, T>>,
+        mut split: Option<SplitRoom<'s, '_, T>>,
     ) -> Packed<'s, T> {
         debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
         kernels.pack_panels(self.k.slice(s![entry, kv_head, keys.clone(), ..]), panels);
@@ -77,13 +77,17 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
         // Lines of memory are split as they are, and packed only if they do not fit.
         let lines = split.is_some() && are_lines(v);
         let mut finite = if lines { Finite::All } else { kernels.pack_values(v, rows).into() };
-        let split = split.and_then(|room| {
+        let mut fits = split.as_mut().is_some_and(|room| {
             let values = if lines { Unsplit::Rows(v) } else { Unsplit::Tile(Operand::Own(&*rows)) };
             kernels.split_tile(Operand::Own(panels), values, room)
         });
-        if lines && split.is_none() {
-            finite = kernels.pack_values(v, rows).into();
+        if !fits && let Some(room) = &mut split {
+            if lines {
+                finite = kernels.pack_values(v, rows).into();
+            }
+            fits = kernels.split_seen(panels, rows, room);
         }
+        let split = split.filter(|_| fits).map(SplitRoom::tile);
         let next = next.map(|Coming { entry, kv_head, keys }| {
             let next = s![entry, kv_head, keys, ..];
             Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))])

@@ -59,11 +59,23 @@ pub(super) struct State<'s, T> {
     pub(super) sums: &'s mut [T],
 }
 
-impl<T: Copy> Call<'_, '_, T> {
+impl<T: Element> Call<'_, '_, T> {
     /// Where the keys end that some query of the call sees by structure: what is behind them has no influence, on no bit.
     pub(super) fn seen(&self, mask: &HeadMask<'_>) -> usize {
         let queries = self.q.len_of(Axis(2));
         self.dims.kv_len.min(queries.checked_sub(1).map_or(0, |last| mask.keys(self.first + last).end))
+    }
+
+    /// The keys of a tile that no query of the heads that read them sees, bit by bit.
+    pub(super) fn hidden(&self, entry: usize, kv_head: usize, tile: usize) -> u64 {
+        let Rules { heads, .. } = self.rules;
+        let mask = self.rules.mask(entry);
+        let queries = self.first..self.first + self.q.len_of(Axis(2));
+        let seen = heads.query_heads(kv_head).flat_map(|head| {
+            let mask = mask.of_head(head);
+            queries.clone().map(move |i| mask.word(i, tile))
+        });
+        !seen.fold(0, |all, seen| all | seen)
     }
 
     /// The tiles that some of the query positions can see.
@@ -414,7 +426,9 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     ) -> Packed<'s, T> {
         let Rows { entry, kv_head, .. } = self.at;
         let wanted = Wanted { entry, kv_head, keys: step.keys.clone(), next: step.next.clone(), groups };
+        let hidden = || self.call.hidden(entry, kv_head, step.keys.start / KEYS);
         let split = self.unit.then(|| SplitRoom {
+            hidden: &hidden,
             count: self.call.seen(&self.mask).min(step.keys.end).saturating_sub(step.keys.start),
             head_dim: self.call.dims.head_dim,
             width: self.width,

@@ -178,7 +178,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         kernels: &Kernels<S::Element>,
         Wanted { entry, kv_head, keys, next, groups }: Wanted,
         [panels, rows]: [&'s mut [S::Element]; 2],
-        split: Option<SplitRoom<'s, '_, S::Element>>,
+        mut split: Option<SplitRoom<'s, '_, S::Element>>,
     ) -> Packed<'s, S::Element> {
         let first = keys.start;
         let Some(page) = self.page(entry, first) else {
@@ -193,11 +193,20 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         };
         let (mut keys, mut values) = (S::operand(page.keys(kv_head)), S::operand(page.values(kv_head)));
         let finite = page.finite(kv_head);
+        let fits = split.as_mut().is_some_and(|room| {
+            kernels.split_tile(keys, Unsplit::Tile(values), room) || {
+                let (panels, rows) = (&mut *panels, &mut *rows);
+                kernels.copied(keys, panels);
+                kernels.copied(values, rows);
+                kernels.split_seen(panels, rows, room)
+            }
+        });
+        let split = split.filter(|_| fits).map(SplitRoom::tile);
         // Widening by the load costs less than a copy, once. The product that leaves keys out does not know how.
-        if groups > 1 {
+        if groups > 1 && split.is_none() {
             keys = Operand::Own(kernels.widened(keys, panels));
         }
-        if groups > 1 || finite == Finite::NotAll {
+        if groups > 1 && split.is_none() || finite == Finite::NotAll {
             values = Operand::Own(kernels.widened(values, rows));
         }
         let next = next.and_then(|Coming { entry, kv_head, keys }| {
@@ -205,7 +214,6 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
             let [keys, values] = [page.keys(kv_head), page.values(kv_head)].map(S::operand);
             Some(Next::InPlace { keys, values })
         });
-        let split = split.and_then(|room| kernels.split_tile(keys, Unsplit::Tile(values), room));
         Packed { keys, values, split, finite, next }
     }
 }

@@ -115,8 +115,8 @@ pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, Visible, r
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
 pub(crate) use unit::{
-    SplitFactors, SplitQueries, SplitRoom, SplitTile, UNIT_SCORES, UNIT_WEIGHTS, Unsplit, are_lines, split_keys_len,
-    split_values_len,
+    SplitFactors, SplitQueries, SplitRoom, SplitTile, UNIT_SCORES, UNIT_WEIGHTS, Unsplit, are_lines, clear_keys,
+    split_keys_len, split_values_len,
 };
 pub(crate) use upcoming::Upcoming;
 

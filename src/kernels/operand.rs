@@ -78,6 +78,17 @@ impl<T: Copy> Kernels<T> {
         }
     }
 
+    /// Copies the numbers in the type that is computed in.
+    pub(crate) fn copied(&self, from: Operand<'_, T>, to: &mut [T]) {
+        match from {
+            Operand::Own(from) => to[..from.len()].copy_from_slice(from),
+            #[cfg(feature = "half")]
+            from => {
+                self.widened(from, to);
+            }
+        }
+    }
+
     /// The numbers in the type that is computed in, in `room` if they have to be widened.
     pub(crate) fn widened<'s>(&self, from: Operand<'s, T>, room: &'s mut [T]) -> &'s [T] {
         #[cfg(not(feature = "half"))]

@@ -114,7 +114,6 @@ pub(crate) enum Unsplit<'a, T> {
 }
 
 /// Where a tile of keys and values is split.
-#[derive(Debug)]
 pub(crate) struct SplitRoom<'s, 'p, T> {
     /// How many of its keys somebody sees: the first.
     pub(crate) count: usize,
@@ -124,6 +123,16 @@ pub(crate) struct SplitRoom<'s, 'p, T> {
     pub(crate) to: [&'s mut [T]; 2],
     /// For a panel of them.
     pub(crate) panel: &'p mut [T],
+    /// Says which of them nobody sees, bit by bit.
+    pub(crate) hidden: &'p dyn Fn() -> u64,
+}
+
+impl<'s, T> SplitRoom<'s, '_, T> {
+    /// What was split.
+    pub(crate) fn tile(self) -> SplitTile<'s, T> {
+        let [keys, values] = self.to;
+        SplitTile { keys, values, steps: steps(self.count) }
+    }
 }
 
 /// Whether rows are lines of memory, one after the other.
@@ -139,6 +148,19 @@ pub(crate) fn split_keys_len(head_dim: usize) -> usize {
 /// See [`split_keys_len`].
 pub(crate) fn split_values_len(width: usize) -> usize {
     split_panel_len(KEYS).saturating_mul(width / PANEL)
+}
+
+/// The keys of a tile whose bits are set.
+fn keys_of(bits: u64) -> impl Iterator<Item = usize> {
+    (0..KEYS).filter(move |key| bits >> key & 1 == 1)
+}
+
+/// Makes some keys of a packed tile zero, `[panels][head_dim][16]`: those whose bits are set.
+pub(crate) fn clear_keys<T: Real>(panels: &mut [T], head_dim: usize, bits: u64) {
+    for key in keys_of(bits) {
+        let panel = panels.chunks_exact_mut((head_dim * PANEL).max(1)).nth(key / PANEL);
+        panel.into_iter().flatten().skip(key % PANEL).step_by(PANEL).for_each(|x| *x = T::zero());
+    }
 }
 
 impl<T: Real> Kernels<T> {
@@ -176,23 +198,37 @@ impl<T: Real> Kernels<T> {
         Some(SplitQueries::new(to, rows, unfit == 0))
     }
 
-    /// The first packed keys of a tile and their values, split. `None` if they do not fit the unit, whatever the others are.
-    pub(crate) fn split_tile<'s>(
+    /// Splits the first packed keys of a tile and their values. Whether they fit the unit, if there is one.
+    pub(crate) fn split_tile(
         &self,
         keys: Operand<'_, T>,
         values: Unsplit<'_, T>,
-        room: SplitRoom<'s, '_, T>,
-    ) -> Option<SplitTile<'s, T>> {
-        let SplitRoom { count, head_dim, width, to: [to_keys, to_values], panel } = room;
-        let panels = [count.div_ceil(PANEL), head_dim, count];
-        let fit = self.split_panels(keys, panels, head_dim * PANEL, to_keys, panel)?
+        room: &mut SplitRoom<'_, '_, T>,
+    ) -> bool {
+        let SplitRoom { count, head_dim, width, to: [to_keys, to_values], panel, .. } = room;
+        let (count, head_dim, panels) = (*count, *head_dim, *width / PANEL);
+        let keys_fit =
+            self.split_panels(keys, [count.div_ceil(PANEL), head_dim, count], head_dim * PANEL, to_keys, panel);
+        keys_fit == Some(true)
             && match values {
                 Unsplit::Tile(values) => {
-                    self.split_panels(values, [width / PANEL, count, width], VALUES_PANEL, to_values, panel)?
+                    self.split_panels(values, [panels, count, *width], VALUES_PANEL, to_values, panel) == Some(true)
                 }
-                Unsplit::Rows(values) => self.split_lines(values.slice(s![..count, ..]), to_values)?,
-            };
-        fit.then_some(SplitTile { keys: to_keys, values: to_values, steps: steps(count) })
+                Unsplit::Rows(values) => self.split_lines(values.slice(s![..count, ..]), to_values) == Some(true),
+            }
+    }
+
+    /// The same of a copy, with zeros for what nobody sees: it must not decide how the rest is rounded.
+    pub(crate) fn split_seen(&self, keys: &mut [T], values: &mut [T], room: &mut SplitRoom<'_, '_, T>) -> bool {
+        let hidden = (room.hidden)();
+        if hidden == 0 {
+            return false;
+        }
+        clear_keys(keys, room.head_dim, hidden);
+        for panel in values.chunks_exact_mut(VALUES_PANEL).take(room.width / PANEL) {
+            keys_of(hidden).for_each(|key| panel[key * PANEL..][..PANEL].fill(T::zero()));
+        }
+        self.split_tile(Operand::Own(keys), Unsplit::Tile(Operand::Own(values)), room)
     }
 
     /// Rows as panels of 16 columns. Whether they fit the unit, unless there is none, or the rows are not lines of memory.

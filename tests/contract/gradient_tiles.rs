@@ -3,8 +3,8 @@
 use crate::common;
 
 use common::core::Core;
-use common::gradients::{named, tiled_ways};
-use common::{Precision, ROUNDING, Seeded, is_near};
+use common::gradients::{assert_same_gradients, named, tiled_ways};
+use common::{Call, Precision, ROUNDING, Seeded, assert_bits, is_near};
 use multihead::Mask;
 use multihead::ndarray::{Array2, Array4, s};
 
@@ -42,6 +42,33 @@ fn squares_that_see_nothing_between_others() {
         let (core, d_context) = core();
         let keep = Array2::from_shape_fn((Q_LEN, KV_LEN), |(i, j)| (i / side + j / side) % 3 < sees);
         check(&format!("squares of {side}"), &core.mask(Mask::keep(&keep).unwrap()), &d_context);
+    }
+}
+
+/// Keys between others that nobody sees, and queries that see nothing, may hold anything: no bit of the others depends on it,
+/// neither of the context nor of the gradients.
+#[test]
+fn what_is_hidden_moves_no_bit() {
+    let (core, d_context) = core();
+    let (keys, queries) = ([70, 71, 90], [5, 33, 34]);
+    let keep = Array2::from_shape_fn((Q_LEN, KV_LEN), |(i, j)| !keys.contains(&j) && !queries.contains(&i));
+    let core = core.mask(Mask::keep(&keep).unwrap());
+    for bad in [f64::NAN, 1e30, f64::INFINITY] {
+        let (mut spoilt, mut bad_context) = (core.clone(), d_context.clone());
+        for key in keys {
+            spoilt.k.slice_mut(s![.., .., key, ..]).fill(bad);
+            spoilt.v.slice_mut(s![.., .., key, 3]).fill(bad);
+        }
+        for query in queries {
+            spoilt.q.slice_mut(s![.., .., query, 1]).fill(bad);
+            bad_context.slice_mut(s![.., .., query, ..]).fill(bad);
+        }
+        for way in [Precision::F32, Precision::F64].into_iter().flat_map(tiled_ways) {
+            let what = format!("{bad}, {way}");
+            assert_bits(&what, &spoilt.answer(way).unwrap().out, &core.answer(way).unwrap().out);
+            let got = spoilt.gradients(way, &bad_context).unwrap();
+            assert_same_gradients(&what, &got, &core.gradients(way, &d_context).unwrap());
+        }
     }
 }
 
