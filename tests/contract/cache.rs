@@ -9,7 +9,7 @@ use multihead::attention::{self, NewTokens};
 use multihead::half;
 use multihead::ndarray::{Array2, Array4, Axis, s};
 use multihead::position::{Alibi, Buckets};
-use multihead::{CacheShape, Element, Error, KvCache, Mask, Options, Path, Storage, Workspace};
+use multihead::{CacheShape, Element, Error, KvCache, Level, Mask, Options, Path, Storage, Workspace};
 
 const SHAPE: CacheShape = CacheShape { batch: 2, num_kv_heads: 2, capacity: 200, head_dim: 5, value_dim: 3 };
 
@@ -165,13 +165,16 @@ fn unused_slots_never_matter() {
     every_storage!(unused);
 }
 
-/// Values that are not finite, wherever in a row of which storage, do not reach the queries that they are hidden from.
+/// Keys and values that are not finite, wherever in a row of which storage, do not reach the queries that they are hidden from,
+/// however many there are.
 fn hidden<S: Storage>() {
     let (n, hidden) = (80, [3, 70]);
     let keep = Array2::from_shape_fn((2, n), |(_, j)| !hidden.contains(&j));
-    let answer = |bad: f64, column: usize| {
-        let (k, mut v) = tokens(1, n);
+    let mask = Mask::keep_keys(&keep).unwrap();
+    let cache = |bad: f64, column: usize| {
+        let (mut k, mut v) = tokens(1, n);
         for j in hidden {
+            k[[1, 0, j, column]] = bad;
             v[[1, 0, j, column]] = bad;
         }
         let mut cache = KvCache::<S>::new(SHAPE).unwrap();
@@ -180,15 +183,22 @@ fn hidden<S: Storage>() {
             let at = s![.., .., piece, ..];
             cache.append(&typed(&k.slice(at).to_owned()), &typed(&v.slice(at).to_owned())).unwrap();
         }
-        let q: Array4<f64> = Seeded(5).array((2, 4, 2, 5));
-        let mask = Mask::keep_keys(&keep).unwrap();
-        widened(&attention::decode(&typed(&q), &cache, &Options::new().mask(&mask)).unwrap().context)
+        cache
     };
-    let want = answer(1.0, 0);
-    assert!(want.iter().all(|x| x.is_finite()));
-    for bad in [f64::NAN, f64::INFINITY] {
-        for column in 0..3 {
-            assert_bits(&format!("{bad} in column {column}"), &answer(bad, column), &want);
+    let ways = Level::available().iter().flat_map(|&level| [2, 40].map(|q_len| (level, q_len)));
+    for (level, q_len) in ways {
+        let q: Array4<f64> = Seeded(5).array((2, 4, q_len, 5));
+        let options = Options::new().mask(&mask).level(level);
+        let answer = |cache: &KvCache<S>| {
+            widened(&attention::decode(&typed::<S::Element, _>(&q), cache, &options).unwrap().context)
+        };
+        let want = answer(&cache(1.0, 0));
+        assert!(want.iter().all(|x| x.is_finite()));
+        for bad in [f64::NAN, f64::INFINITY] {
+            for column in 0..3 {
+                let what = format!("{bad} in column {column}, {q_len} queries, {level}");
+                assert_bits(&what, &answer(&cache(bad, column)), &want);
+            }
         }
     }
 }
