@@ -21,6 +21,7 @@
 //! unit has all of them, where there is one: see `backward_unit.rs`.
 //! Every sum has one order, whatever the number of threads. Scratch is bounded by the block, see [`crate::Workspace`].
 
+use super::backward_tile::Seen;
 use super::backward_unit::UnitRoom;
 use super::gradients::{Differentiated, GradientsMut};
 use super::problem::Problem;
@@ -191,6 +192,8 @@ pub(super) struct Queries<'s, T> {
     pub(super) bias: &'s mut [T],
     pub(super) room: BackRoom<'s, T>,
     pub(super) tables: &'s mut TableRoom<T>,
+    /// What they have seen of a tile.
+    pub(super) seen: Seen,
     /// Whether queries and d_context are finite.
     pub(super) finite: bool,
 }
@@ -230,9 +233,21 @@ impl<T: Element> Backward<'_, '_, T> {
             ..,
         ] = buffers;
         let room = BackRoom { slope, z, d_scores };
-        let tables_room = &mut tables;
-        let mut queries =
-            Queries { q, d_context, d_q, p, d, lse, delta, row_keys, bias, room, tables: tables_room, finite: true };
+        let mut queries = Queries {
+            q,
+            d_context,
+            d_q,
+            p,
+            d,
+            lse,
+            delta,
+            row_keys,
+            bias,
+            room,
+            tables: &mut tables,
+            seen: Seen::NOTHING,
+            finite: true,
+        };
         item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;

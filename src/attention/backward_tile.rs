@@ -34,7 +34,7 @@ struct Place<'w, 'p, 'a, T: 'static> {
 }
 
 /// What a step has seen of a tile.
-struct Seen {
+pub(super) struct Seen {
     /// Rows of a block.
     block: usize,
     /// For each row, bit j set if it sees key j.
@@ -48,15 +48,18 @@ struct Seen {
 }
 
 impl Seen {
-    /// Nothing, by blocks of `block` rows.
-    fn nothing(block: usize) -> Self {
-        Self {
-            block,
-            bits: [0; MAX_TILE],
-            panels: [const { 0..0 }; MAX_GROUPS],
-            rows: [const { 0..0 }; KEYS / PANEL],
-            partial: false,
-        }
+    pub(super) const NOTHING: Self = Self {
+        block: 1,
+        bits: [0; MAX_TILE],
+        panels: [const { 0..0 }; MAX_GROUPS],
+        rows: [const { 0..0 }; KEYS / PANEL],
+        partial: false,
+    };
+
+    /// Forgets the tile before; the groups that see nothing are told too. Blocks have `block` rows.
+    fn begin(&mut self, block: usize) {
+        (self.block, self.partial) = (block, false);
+        self.rows.fill(0..0);
     }
 
     /// Takes up what a group has seen of some panels.
@@ -68,6 +71,13 @@ impl Seen {
             *seen = hull(seen, &rows);
         }
         self.panels[group] = panels;
+    }
+
+    /// The same of a group that sees nothing.
+    fn note_nothing(&mut self, group: usize, rows: Range<usize>) {
+        self.partial = true;
+        self.bits[rows].fill(0);
+        self.panels[group] = 0..0;
     }
 
     /// The panels that the groups `groups` see, from the first to the last.
@@ -100,17 +110,17 @@ impl<T: Element> Backward<'_, '_, T> {
     ) {
         let keys = tile * KEYS..self.size.dims.kv_len.min((tile + 1) * KEYS);
         let place = Place { walk, offset: keys.start - first_key, keys };
-        let seen = self.scores(&place, block, queries, own);
+        self.scores(&place, block, queries, own);
         let (rows, offset) = (walk.rows(), place.offset);
         if block.unit.as_mut().is_some_and(|unit| unit.gradients(rows, queries.d_q)) {
             return;
         }
         block.begin();
-        if seen.partial && !(block.finite && queries.finite) {
-            return self.pairs(rows, offset, &seen, block, queries);
+        if queries.seen.partial && !(block.finite && queries.finite) {
+            return self.pairs(rows, offset, block, queries);
         }
-        self.to_keys(offset, &seen, block, queries);
-        self.to_queries(rows, offset, &seen, block, queries);
+        self.to_keys(offset, block, queries);
+        self.to_queries(rows, offset, block, queries);
     }
 
     /// Probabilities and gradients of a tile.
@@ -120,17 +130,18 @@ impl<T: Element> Backward<'_, '_, T> {
         block: &mut Keys<'_, T>,
         queries: &mut Queries<'_, T>,
         own: &mut Own<'_, T>,
-    ) -> Seen {
+    ) {
         let Place { walk, ref keys, offset } = *place;
         let tile = keys.start / KEYS;
         let all = walk.rows();
-        let mut seen = Seen::nothing(if block.unit.is_some() { UNIT_BLOCK } else { all });
+        let block_rows = if block.unit.is_some() { UNIT_BLOCK } else { all };
+        queries.seen.begin(block_rows);
         let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&tile));
         if let Some(unit) = &mut block.unit {
             unit.begin(offset);
         }
         let mut group = 0;
-        for rows in blocks(all, seen.block) {
+        for rows in blocks(all, block_rows) {
             let sees = rows.start.max(seeing.some.start) < rows.end.min(seeing.some.end);
             let Queries { q, d_context, p, d, .. } = &mut *queries;
             let panels = [block.key_panels, block.value_panels];
@@ -146,7 +157,7 @@ impl<T: Element> Backward<'_, '_, T> {
                         self.products(rows.clone(), offset, &sight.panels, block, queries);
                     }
                     let visible = self.softmax(place, rows.clone(), &sight, queries, own);
-                    seen.note(group, rows, sight.panels, &visible);
+                    queries.seen.note(group, rows, sight.panels, &visible);
                     if let Some(unit) = block.unit.as_mut().filter(|_| by_unit) {
                         unit.stay_awake();
                     }
@@ -154,15 +165,14 @@ impl<T: Element> Backward<'_, '_, T> {
                     let numbers = rows.start * KEYS..rows.end * KEYS;
                     queries.p[numbers.clone()].fill(T::zero());
                     queries.d[numbers].fill(T::zero());
-                    seen.partial = true;
+                    queries.seen.note_nothing(group, rows);
                 }
                 group += 1;
             }
             if let Some(unit) = &mut block.unit {
-                unit.split(rows, seen.panels(first..group), [queries.p, queries.d]);
+                unit.split(rows, queries.seen.panels(first..group), [queries.p, queries.d]);
             }
         }
-        seen
     }
 
     /// The products of a group of rows with some panels of keys and values.
@@ -238,7 +248,8 @@ impl<T: Element> Backward<'_, '_, T> {
     }
 
     /// `d_v += p^T d_context` and `d_k += d^T q`, up to six keys at a time.
-    fn to_keys(&self, offset: usize, seen: &Seen, block: &mut Keys<'_, T>, queries: &Queries<'_, T>) {
+    fn to_keys(&self, offset: usize, block: &mut Keys<'_, T>, queries: &Queries<'_, T>) {
+        let seen = &queries.seen;
         let [k_width, v_width] = self.size.widths();
         let end = (0..KEYS / PANEL).rfind(|&panel| !seen.rows[panel].is_empty()).map_or(0, |panel| (panel + 1) * PANEL);
         // Strips of nearly the same height: of 64 keys, four would be left, too few to keep the multipliers busy.
@@ -271,7 +282,8 @@ impl<T: Element> Backward<'_, '_, T> {
     }
 
     /// `d_q += d keys`, six rows at a time.
-    fn to_queries(&self, rows: usize, offset: usize, seen: &Seen, block: &Keys<'_, T>, queries: &mut Queries<'_, T>) {
+    fn to_queries(&self, rows: usize, offset: usize, block: &Keys<'_, T>, queries: &mut Queries<'_, T>) {
+        let seen = &queries.seen;
         let [width, _] = self.size.widths();
         for (rows, panels) in blocks(rows, seen.block).flat_map(groups).zip(&seen.panels) {
             let first = panels.start * PANEL;
@@ -292,7 +304,8 @@ impl<T: Element> Backward<'_, '_, T> {
     }
 
     /// The three products of a tile with something that is not finite: hidden pairs are left out.
-    fn pairs(&self, rows: usize, offset: usize, seen: &Seen, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
+    fn pairs(&self, rows: usize, offset: usize, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
+        let seen = &queries.seen;
         let [k_width, v_width] = self.size.widths();
         self.kernels.pairs(&mut RowsAndKeys {
             visible: &seen.bits[..rows],
