@@ -52,6 +52,8 @@ pub(crate) struct Kernels<T: 'static> {
     pub(super) few_rows: usize,
     /// For so many terms of a projection's sums, its weights are packed at a time.
     pub(super) depth: usize,
+    /// Rows of weights that are read where they are, at a time.
+    pub(super) streams: usize,
     /// What multiplies many rows, if there is one.
     pub(super) matrix: Option<Matrix<T>>,
 }
@@ -89,7 +91,7 @@ macro_rules! level {
             let multiply_adds_flop = peak::flop_per_step($bytes / size_of::<$t>());
             #[cfg(feature = "half")]
             let halves = level!(@halves $t, $token, [$nv, $medium, $wide, $widest] $(, $features)?);
-            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, depth: gemm::depth($bytes), matrix: None, #[cfg(feature = "half")] halves }
+            Kernels { tile, dots, softmax, values, back, pairs, dropping, panels, rows, scaled, exp2, tanh, gelu, gelu_slope, normalise, divide, multiply_adds, multiply_adds_flop, sum, few_rows: $few, depth: gemm::depth($bytes), streams: gemm::streams($bytes), matrix: None, #[cfg(feature = "half")] halves }
         };
     };
     (@halves f32, $token:expr, [$nv:literal, $medium:literal, $wide:literal, $widest:literal] $(, $features:literal)?) => {{
