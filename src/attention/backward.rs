@@ -35,7 +35,7 @@ use crate::element::Element;
 use crate::error::Result;
 use crate::kernels::{BackRoom, Cut, KEYS, Kernels, Pair, Relay, RelayItem, RowKey, Targets};
 use crate::parallel;
-use ndarray::{ArrayViewMut2, Axis, s};
+use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 
 /// Fills the gradients of all arguments. `wish` is the caller's number of query positions to a step.
 pub(super) fn backward<T: Element>(
@@ -280,8 +280,8 @@ impl<T: Element> Backward<'_, '_, T> {
             let scale = self.call.problem.rules.scale;
             if let Some([d_keys, d_values]) = item.d_keys_values(pair) {
                 let [k_width, v_width] = self.size.widths();
-                write(d_keys, d_k, k_width, |to, x| *to = scale * x);
-                write(d_values, d_v, v_width, |to, x| *to = x);
+                self.write(d_keys, block.d_k, k_width, scale);
+                self.write(d_values, block.d_v, v_width, T::one());
             }
         }
         scratch.tables = tables;
@@ -325,11 +325,23 @@ impl<T: Element> Backward<'_, '_, T> {
             let (first, scale) = (item.is_first(), rules.scale);
             if let Some(mut turn) = item.turn(pair, step) {
                 match first {
-                    true => write(turn.rows(), queries.d_q, k_width, |to, x| *to = scale * x),
-                    false => write(turn.rows(), queries.d_q, k_width, |to, x| *to += scale * x),
+                    true => self.write(turn.rows(), queries.d_q, k_width, scale),
+                    false => put(turn.rows(), queries.d_q, k_width, |to, x| *to += scale * x),
                 }
             }
         }
+    }
+
+    /// Rows of `width` numbers times a factor to a gradient of any strides.
+    fn write(&self, mut to: ArrayViewMut2<'_, T>, rows: &[T], width: usize, factor: T) {
+        let (count, columns) = to.dim();
+        if columns == width
+            && let Some(to) = to.as_slice_mut()
+            && let Ok(rows) = ArrayView2::from_shape((count, columns), &rows[..count * columns])
+        {
+            return self.kernels.pack_scaled(rows, factor, to);
+        }
+        put(to, rows, width, |to, x| *to = factor * x);
     }
 
     /// What a step needs of its rows.
@@ -350,7 +362,7 @@ impl<T: Element> Backward<'_, '_, T> {
 }
 
 /// Rows of `width` numbers to a gradient of any strides.
-fn write<T: Element>(mut to: ArrayViewMut2<'_, T>, rows: &[T], width: usize, put: impl Fn(&mut T, T)) {
+fn put<T: Element>(mut to: ArrayViewMut2<'_, T>, rows: &[T], width: usize, put: impl Fn(&mut T, T)) {
     let columns = to.ncols();
     if width == 0 {
         return;

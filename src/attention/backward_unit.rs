@@ -122,8 +122,8 @@ pub(super) struct UnitRoom<'s, T: 'static> {
     rows_fit: [bool; 2],
     row_columns_fit: bool,
     tile: Tile,
-    /// Whether the sums have been added to.
-    used: bool,
+    /// Of each tile and pair of panels, a bit that says whether its sums have begun.
+    begun: u64,
 }
 
 /// What is known of the tile that the step meets.
@@ -167,7 +167,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             rows_fit: [false; 2],
             row_columns_fit: false,
             tile: Tile::default(),
-            used: false,
+            begun: 0,
         })
     }
 
@@ -180,7 +180,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         keys: &mut [T],
         hidden: impl Fn(usize) -> u64,
     ) {
-        (self.seen, self.scores_fit, self.columns_fit, self.used) = (seen, 0, 0, false);
+        (self.seen, self.scores_fit, self.columns_fit, self.begun) = (seen, 0, 0, 0);
         let k_width = self.size.dims[0].next_multiple_of(PANEL);
         for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
             let count = KEYS.min(seen - first);
@@ -329,10 +329,6 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         if !self.tile.splits || !self.tile.extents.iter().all(|extent| extent.fits()) {
             return false;
         }
-        if !self.used {
-            self.used = true;
-            self.sums.iter_mut().for_each(|sums| sums.fill(T::zero()));
-        }
         self.add_to_queries(rows, d_q);
         self.add_to_keys();
         true
@@ -374,9 +370,15 @@ impl<'s, T: Element> UnitRoom<'s, T> {
                     }
                 }
             }
+            if blocks.is_empty() {
+                continue;
+            }
+            let bit = begun(index, pair);
+            let start = if self.begun & bit == 0 { Start::Zero } else { Start::Add };
+            self.begun |= bit;
             let operands = self.row_columns.iter().zip(self.weights.iter().rev()).zip(&mut self.sums);
             for (((a, b), c), dim) in operands.zip(self.size.dims) {
-                for first in (0..dim).step_by(UNIT_ROWS).filter(|_| !blocks.is_empty()) {
+                for first in (0..dim).step_by(UNIT_ROWS) {
                     self.unit.multiply(UnitProduct {
                         rows: UNIT_ROWS.min(dim - first),
                         panels: BOTH,
@@ -387,7 +389,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
                         b_panel: panel,
                         c: &mut c[(index * dim + first) * KEYS + pair * STEP..],
                         c_row: KEYS,
-                        start: Start::Add,
+                        start,
                     });
                 }
             }
@@ -396,13 +398,16 @@ impl<'s, T: Element> UnitRoom<'s, T> {
 
     /// Writes the sums to the gradients of keys and values, `[keys][width]`, or adds them. False if there are none.
     pub(super) fn give_keys(&mut self, to: [&mut [T]; 2], add: bool) -> bool {
-        if !self.used {
+        if self.begun == 0 {
             return false;
         }
-        for ((from, to), dim) in self.sums.iter().zip(to).zip(self.size.dims).filter(|&(_, dim)| dim > 0) {
+        for ((from, to), dim) in self.sums.iter_mut().zip(to).zip(self.size.dims).filter(|&(_, dim)| dim > 0) {
             let width = dim.next_multiple_of(PANEL);
-            for (from, to) in from.chunks_exact(dim * KEYS).zip(to.chunks_mut(width * KEYS)) {
-                let Ok(from) = ArrayView2::from_shape((dim, KEYS), from) else { continue };
+            for (tile, (from, to)) in from.chunks_exact_mut(dim * KEYS).zip(to.chunks_mut(width * KEYS)).enumerate() {
+                for pair in (0..PAIRS).filter(|&pair| self.begun & begun(tile, pair) == 0) {
+                    from.chunks_exact_mut(KEYS).for_each(|sums| sums[pair * STEP..][..STEP].fill(T::zero()));
+                }
+                let Ok(from) = ArrayView2::from_shape((dim, KEYS), &*from) else { continue };
                 self.kernels.pack_panels(from, self.turned);
                 for (panel, lines) in self.turned.chunks_exact(KEYS * PANEL).take(width / PANEL).enumerate() {
                     let places = to.chunks_exact_mut(width).map(|row| &mut row[panel * PANEL..][..PANEL]);
@@ -417,6 +422,11 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         }
         true
     }
+}
+
+/// The bit of the sums of a tile and pair of panels.
+fn begun(tile: usize, pair: usize) -> u64 {
+    1 << (tile * PAIRS + pair)
 }
 
 /// From the first to the last that are.
