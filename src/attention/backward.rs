@@ -192,6 +192,8 @@ pub(super) struct Queries<'s, T> {
     pub(super) bias: &'s mut [T],
     pub(super) room: BackRoom<'s, T>,
     pub(super) tables: &'s mut TableRoom<T>,
+    /// Whether queries and d_context are packed: the unit may have read them where they are.
+    packed: bool,
     /// What they have seen of a tile.
     pub(super) seen: Seen,
     /// Whether queries and d_context are finite.
@@ -245,6 +247,7 @@ impl<T: Element> Backward<'_, '_, T> {
             bias,
             room,
             tables: &mut tables,
+            packed: false,
             seen: Seen::NOTHING,
             finite: true,
         };
@@ -307,10 +310,7 @@ impl<T: Element> Backward<'_, '_, T> {
             }
             queries.d_q[..walk.rows() * k_width].fill(T::zero());
             if !tiles.is_empty() {
-                self.pack(&walk, head, queries);
-                if let Some(unit) = &mut block.unit {
-                    unit.take_rows(walk.rows(), [queries.q, queries.d_context], |row| walk.sees_something(row));
-                }
+                self.take_rows(&walk, head, block, queries);
                 if let Some(tables) = &self.tables {
                     tables.begin_step(&walk, keys.clone(), queries.q, queries.tables);
                 }
@@ -345,18 +345,41 @@ impl<T: Element> Backward<'_, '_, T> {
     }
 
     /// What a step needs of its rows.
-    fn pack(&self, walk: &Walk<'_, '_, T>, head: usize, queries: &mut Queries<'_, T>) {
+    fn take_rows(&self, walk: &Walk<'_, '_, T>, head: usize, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
         let Problem { dims, rules, q, .. } = &self.call.problem;
         let (entry, positions) = (walk.entry(), walk.positions());
         let at = s![entry, head, positions.clone(), ..];
-        let finite = self.kernels.pack_rows(q.slice(at), queries.q);
-        queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
+        let lines = [q.slice(at).to_slice(), self.call.d_context.slice(at).to_slice()];
+        (queries.packed, queries.finite) = (false, true);
+        // The unit reads them where they are. What goes by distance reads them packed, as the multipliers do.
+        let taken = match (&mut block.unit, lines) {
+            (Some(unit), [Some(q), Some(d_context)]) if self.tables.is_none() => {
+                unit.split_rows(walk.rows(), [q, d_context], [dims.head_dim, dims.value_dim])
+            }
+            _ => false,
+        };
+        if !taken {
+            self.pack(walk, queries);
+            if let Some(unit) = &mut block.unit {
+                unit.take_rows(walk.rows(), [queries.q, queries.d_context], |row| walk.sees_something(row));
+            }
+        }
         let lse = self.call.lse.slice(s![entry, head, positions.clone()]);
         queries.lse.iter_mut().zip(lse).for_each(|(to, &lse)| *to = lse);
         let first = (entry * dims.num_heads + head) * dims.q_len + positions.start;
         queries.delta[..positions.len()].copy_from_slice(&self.delta[first..][..positions.len()]);
         if let Some(dropout) = &rules.dropout {
             walk.fill_row_keys(dropout, queries.row_keys);
+        }
+    }
+
+    /// Packs the rows of a step, unless that was done.
+    pub(super) fn pack(&self, walk: &Walk<'_, '_, T>, queries: &mut Queries<'_, T>) {
+        if !queries.packed {
+            queries.packed = true;
+            let at = s![walk.entry(), walk.row(0).0, walk.positions(), ..];
+            let finite = self.kernels.pack_rows(self.call.problem.q.slice(at), queries.q);
+            queries.finite = self.kernels.pack_rows(self.call.d_context.slice(at), queries.d_context) && finite;
         }
     }
 }

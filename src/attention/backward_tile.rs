@@ -115,6 +115,7 @@ impl<T: Element> Backward<'_, '_, T> {
         if block.unit.as_mut().is_some_and(|unit| unit.gradients(rows, queries.d_q)) {
             return;
         }
+        self.pack(walk, queries);
         block.begin();
         if queries.seen.partial && !(block.finite && queries.finite) {
             return self.pairs(rows, offset, block, queries);
@@ -154,6 +155,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 let sight = if whole { Some(Sight::WHOLE) } else { walk.sight(&seeing, rows.clone(), keys.clone()) };
                 if let Some(sight) = sight {
                     if !by_unit {
+                        self.pack(walk, queries);
                         self.products(rows.clone(), offset, &sight.panels, block, queries);
                     }
                     let visible = self.softmax(place, rows.clone(), &sight, queries, own);

@@ -219,10 +219,10 @@ impl<'s, T: Element> UnitRoom<'s, T> {
     /// Splits the queries and gradients of a step, which are packed. `sees` says whether a row sees anything: if not, it becomes
     /// zeros where it would keep the unit from multiplying the others.
     pub(super) fn take_rows(&mut self, n: usize, mut packed: [&mut [T]; 2], sees: impl Fn(usize) -> bool) {
-        if self.split_rows(n, packed.each_ref().map(|packed| &**packed)) {
+        let widths = self.size.dims.map(|dim| dim.next_multiple_of(PANEL));
+        if self.split_rows(n, packed.each_ref().map(|packed| &**packed), widths) {
             return;
         }
-        let widths = self.size.dims.map(|dim| dim.next_multiple_of(PANEL));
         let mut cleared = false;
         for row in (0..n).filter(|&row| !sees(row)) {
             for (packed, width) in packed.iter_mut().zip(widths) {
@@ -231,15 +231,14 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             }
         }
         if cleared {
-            self.split_rows(n, packed.each_ref().map(|packed| &**packed));
+            self.split_rows(n, packed.each_ref().map(|packed| &**packed), widths);
         }
     }
 
-    /// Whether all fit.
-    fn split_rows(&mut self, n: usize, packed: [&[T]; 2]) -> bool {
+    /// The same of rows that begin so many numbers apart. Whether all fit.
+    pub(super) fn split_rows(&mut self, n: usize, rows: [&[T]; 2], widths: [usize; 2]) -> bool {
         self.row_columns_fit = true;
-        for (i, (from, dim)) in packed.into_iter().zip(self.size.dims).enumerate() {
-            let width = dim.next_multiple_of(PANEL);
+        for (i, ((from, dim), width)) in rows.into_iter().zip(self.size.dims).zip(widths).enumerate() {
             let split = self.kernels.split_queries(from, [n, dim, width], &mut *self.rows[i]);
             self.rows_fit[i] = split.is_some_and(|split| split.fit());
             let Ok(from) = ArrayView2::from_shape((n, dim).strides((width.max(1), 1)), from) else { continue };
