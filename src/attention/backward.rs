@@ -134,14 +134,18 @@ pub(super) struct Backward<'p, 'a, T: 'static> {
 
 /// A block of keys, packed, and its gradients.
 pub(super) struct Keys<'s, T: 'static> {
+    /// Keys and values.
+    source: [ArrayView2<'s, T>; 2],
+    /// Whether they are packed: the unit may have read them where they are.
+    packed: bool,
     /// `[panels][head_dim][16]`
-    pub(super) key_panels: &'s [T],
+    pub(super) key_panels: &'s mut [T],
     /// `[panels][value_dim][16]`
-    pub(super) value_panels: &'s [T],
+    pub(super) value_panels: &'s mut [T],
     /// What the matrix unit has of them and of the rows that they meet, if it multiplies.
     pub(super) unit: Option<UnitRoom<'s, T>>,
     /// `[keys][k_width]`
-    pub(super) keys: &'s [T],
+    pub(super) keys: &'s mut [T],
     /// `[keys][k_width]`
     pub(super) d_k: &'s mut [T],
     /// `[keys][v_width]`
@@ -257,19 +261,13 @@ impl<T: Element> Backward<'_, '_, T> {
             let kv_head = heads.read_kv_head(pair.index);
             let at = s![pair.entry, kv_head, item.keys(), ..];
             let (k, v) = (self.call.problem.k.slice(at), self.call.problem.v.slice(at));
-            self.kernels.pack_panels(k, key_panels);
-            self.kernels.pack_panels(v, value_panels);
-            let finite = self.kernels.pack_rows(k, keys);
             let seen = self.forward.seen(&self.call.problem.rules.mask(pair.entry)).min(item.keys().end);
             let seen = seen.saturating_sub(item.keys().start);
-            let mut unit =
+            let unit =
                 if self.size.unit { UnitRoom::new(self.kernels, self.size.unit_size(), &mut *unit) } else { None };
-            if let Some(unit) = &mut unit {
-                let tile = item.keys().start / KEYS;
-                let hidden = |index: usize| self.forward.hidden(pair.entry, kv_head, tile + index);
-                unit.take_keys(seen, [&mut *key_panels, &mut *value_panels], keys, hidden);
-            }
-            let mut block = Keys { key_panels, value_panels, unit, keys, d_k, d_v, added: false, finite };
+            let (source, packed, finite, added) = ([k, v], false, true, false);
+            let mut block = Keys { source, packed, key_panels, value_panels, unit, keys, d_k, d_v, added, finite };
+            self.take_keys(pair, item.keys().start / KEYS, seen, &mut block);
             if let Some(tables) = &self.tables {
                 tables.begin(queries.tables);
             }
@@ -288,6 +286,32 @@ impl<T: Element> Backward<'_, '_, T> {
             }
         }
         scratch.tables = tables;
+    }
+
+    /// Splits the first `seen` keys of a block, which begins with tile `tile`, and their values, or packs them.
+    fn take_keys(&self, pair: Pair, tile: usize, seen: usize, block: &mut Keys<'_, T>) {
+        // The unit reads them where they are.
+        if block.unit.as_mut().is_some_and(|unit| unit.split_lines(seen, block.source)) {
+            return;
+        }
+        self.pack_keys(block);
+        let Keys { unit, key_panels, value_panels, keys, .. } = block;
+        if let Some(unit) = unit {
+            let kv_head = self.call.problem.rules.heads.read_kv_head(pair.index);
+            let hidden = |index: usize| self.forward.hidden(pair.entry, kv_head, tile + index);
+            unit.take_keys(seen, [key_panels, value_panels], keys, hidden);
+        }
+    }
+
+    /// Packs a block of keys and values, unless that was done.
+    pub(super) fn pack_keys(&self, block: &mut Keys<'_, T>) {
+        if !block.packed {
+            let [k, v] = block.source;
+            self.kernels.pack_panels(k, block.key_panels);
+            self.kernels.pack_panels(v, block.value_panels);
+            block.finite = self.kernels.pack_rows(k, block.keys);
+            block.packed = true;
+        }
     }
 
     /// All queries that can see a block of keys, and for the first block the others too.

@@ -116,6 +116,7 @@ impl<T: Element> Backward<'_, '_, T> {
             return;
         }
         self.pack(walk, queries);
+        self.pack_keys(block);
         block.begin();
         if queries.seen.partial && !(block.finite && queries.finite) {
             return self.pairs(rows, offset, block, queries);
@@ -138,6 +139,10 @@ impl<T: Element> Backward<'_, '_, T> {
         let block_rows = if block.unit.is_some() { UNIT_BLOCK } else { all };
         queries.seen.begin(block_rows);
         let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&tile));
+        // Rows that do not fit the unit need the panels as they are.
+        if !block.unit.as_ref().is_some_and(|unit| unit.has_rows()) {
+            self.pack_keys(block);
+        }
         if let Some(unit) = &mut block.unit {
             unit.begin(offset);
         }
@@ -145,7 +150,7 @@ impl<T: Element> Backward<'_, '_, T> {
         for rows in blocks(all, block_rows) {
             let sees = rows.start.max(seeing.some.start) < rows.end.min(seeing.some.end);
             let Queries { q, d_context, p, d, .. } = &mut *queries;
-            let panels = [block.key_panels, block.value_panels];
+            let panels = [&*block.key_panels, &*block.value_panels];
             let mut unit = block.unit.as_mut().filter(|_| sees);
             let by_unit =
                 unit.as_mut().is_some_and(|unit| unit.products(all, rows.clone(), [q, d_context], panels, [p, d]));

@@ -27,7 +27,7 @@ use crate::kernels::{
     Extent, KEYS, Kernels, MatrixUnit, PANEL, STEP, SplitFactors, SplitQueries, Squares, Start, UNIT_ROWS, UnitProduct,
     clear_keys, split_keys_len, split_panel_len, split_rows_len,
 };
-use ndarray::{ArrayView2, ShapeBuilder};
+use ndarray::{ArrayView2, ShapeBuilder, s};
 
 /// Blocks of 32 rows of a step at most.
 const BLOCKS: usize = MAX_TILE / UNIT_ROWS;
@@ -169,6 +169,34 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             tile: Tile::default(),
             begun: 0,
         })
+    }
+
+    /// Splits the first `seen` keys and values of a block where they are. False if not all of them fit, or keys are not lines of
+    /// memory.
+    pub(super) fn split_lines(&mut self, seen: usize, [k, v]: [ArrayView2<'_, T>; 2]) -> bool {
+        (self.seen, self.scores_fit, self.columns_fit, self.begun) = (seen, 0, 0, 0);
+        for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
+            let keys = first..seen.min(first + KEYS);
+            let mut fits = true;
+            for ((to, from), width) in self.keys.iter_mut().zip([k, v]).zip(self.size.dims) {
+                self.kernels.pack_panels(from.slice(s![keys.clone(), ..]), self.turned);
+                let to = &mut to[tile * split_keys_len(width)..];
+                fits &= self.kernels.split_key_panels(self.turned, [keys.len(), width], to) == Some(true);
+            }
+            let to = &mut self.key_columns[tile * self.size.columns()..];
+            fits &= self.kernels.split_lines(k.slice(s![keys, ..]), to, split_panel_len(KEYS)) == Some(true);
+            if !fits {
+                return false;
+            }
+            self.scores_fit |= 1 << tile;
+            self.columns_fit |= 1 << tile;
+        }
+        true
+    }
+
+    /// Whether all rows of the step fit.
+    pub(super) fn has_rows(&self) -> bool {
+        self.rows_fit == [true; 2]
     }
 
     /// Splits the first `seen` keys and values of a block: their packed panels, and the rows of the former. `hidden` says which

@@ -214,7 +214,9 @@ impl<T: Real> Kernels<T> {
                 Unsplit::Tile(values) => {
                     self.split_panels(values, [panels, count, *width], VALUES_PANEL, to_values, panel) == Some(true)
                 }
-                Unsplit::Rows(values) => self.split_lines(values.slice(s![..count, ..]), to_values) == Some(true),
+                Unsplit::Rows(values) => {
+                    self.split_lines(values.slice(s![..count, ..]), to_values, split_panel_len(count)) == Some(true)
+                }
             }
     }
 
@@ -231,17 +233,17 @@ impl<T: Real> Kernels<T> {
         self.split_tile(Operand::Own(keys), Unsplit::Tile(Operand::Own(values)), room)
     }
 
-    /// Rows as panels of 16 columns. Whether they fit the unit, unless there is none, or the rows are not lines of memory.
-    fn split_lines(&self, rows: ArrayView2<'_, T>, to: &mut [T]) -> Option<bool> {
+    /// Rows as panels of 16 columns, `panel` numbers from one to the next. Whether they fit the unit, unless there is none, or the
+    /// rows are not lines of memory.
+    pub(crate) fn split_lines(&self, rows: ArrayView2<'_, T>, to: &mut [T], panel: usize) -> Option<bool> {
         let matrix = self.matrix.as_ref().filter(|_| are_lines(rows))?;
         let ((terms, width), from_row) = (rows.dim(), rows.strides()[0].unsigned_abs());
-        let len = split_panel_len(terms);
-        let to = &mut to[..width.div_ceil(PANEL) * len];
         let mut fit = true;
-        for (first, to) in (0..width).step_by(PANEL).zip(to.chunks_exact_mut(len.max(1))) {
-            let (from, to) = (rows.as_ptr().wrapping_add(first), to.as_mut_ptr());
+        for (index, first) in (0..width).step_by(PANEL).enumerate() {
+            let to = to[index * panel..][..split_panel_len(terms)].as_mut_ptr();
+            let from = rows.as_ptr().wrapping_add(first);
             let columns = PANEL.min(width - first);
-            // SAFETY: rows and columns are some of the view, and the chunk has room for as many split ones.
+            // SAFETY: rows and columns are some of the view, and the slice has room for as many split ones.
             fit &= unsafe { (matrix.split_panel)(&SplitPanel { terms, columns, from, from_row, to }) }.fits();
         }
         Some(fit)
