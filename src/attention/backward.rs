@@ -127,7 +127,7 @@ pub(super) struct Backward<'p, 'a, T: 'static> {
     pub(super) kernels: &'static Kernels<T>,
     pub(super) size: BackSize,
     /// `[batch, num_heads, q_len]`
-    pub(super) delta: &'p [T],
+    delta: &'p [T],
     /// What goes by distance.
     pub(super) tables: Option<Tables<'p, 'a, T>>,
 }
@@ -151,7 +151,7 @@ pub(super) struct Keys<'s, T: 'static> {
     /// `[keys][v_width]`
     pub(super) d_v: &'s mut [T],
     /// Whether these two are sums. Before, they hold anything.
-    pub(super) added: bool,
+    added: bool,
     /// Whether all keys are finite.
     pub(super) finite: bool,
 }

@@ -161,6 +161,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 if let Some(sight) = sight {
                     if !by_unit {
                         self.pack(walk, queries);
+                        self.pack_keys(block);
                         self.products(rows.clone(), offset, &sight.panels, block, queries);
                     }
                     let visible = self.softmax(place, rows.clone(), &sight, queries, own);

@@ -13,10 +13,12 @@
 //! difference, and where scores are large, two ways to round them are far apart. So what the unit multiplies is what it
 //! multiplied in the forward pass: the same tiles, the same rows.
 //!
-//! What the softmax makes of p and d is split as it lies: no product needs it transposed. Gradients of keys and values are
-//! transposed once for a block. Where something does not fit the unit (see `kernels/matrix.rs`), a tile is met as in
-//! `backward.rs`; the sums of both ways are added in the end. Products with 32 rows and 32 keys that see nothing of each
-//! other are left out.
+//! Arrays are split where they lie, and packed for the multipliers only where these are needed: what is packed for nobody takes
+//! room in the second-level cache (0.95 of the time without, 16 heads of 128). What the softmax makes of p and d is split as
+//! it lies: no product needs it transposed. Gradients of keys and values are transposed once for a block.
+//!
+//! Where something does not fit the unit (see `kernels/matrix.rs`), a tile is met as in `backward_tile.rs`; the sums of both
+//! ways are added in the end. Products of 32 rows and 32 keys that see nothing of each other are left out.
 
 use std::ops::Range;
 

@@ -54,7 +54,7 @@ const MOST_KEYS: usize = 256;
 
 /// Keys of a block for the matrix unit, for which queries are split besides, at any width: 1.03 of the time with 256, and 1.00
 /// with 1024 (8 heads of 64 numbers, 16 of 128, 1024 queries and keys).
-pub(super) const UNIT_KEYS: usize = 512;
+const UNIT_KEYS: usize = 512;
 
 /// Keys of a work item of backward: a multiple of 64. `unit` says that the matrix unit multiplies.
 pub(crate) fn key_block(dims: &Dims, unit: bool) -> usize {

@@ -176,7 +176,6 @@ mod tests {
 
                 let mut want = nans(2 * len);
                 assert!(unit.split_panels([rows, 2], &x[3..], KEYS, &mut want, len));
-                // The second half of a step that has 16 terms is not there.
                 for index in 0..2 {
                     assert_eq!(bits(&panels[index * panel + len..][..len]), bits(&want[index * len..][..len]));
                 }
