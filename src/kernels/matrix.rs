@@ -262,6 +262,21 @@ pub(crate) const fn split_panel_len(terms: usize) -> usize {
     steps(terms).saturating_mul(PARTS * PANEL * PANEL)
 }
 
+#[cfg(debug_assertions)]
+thread_local! {
+    /// Whether a session of this thread has made the unit ready.
+    static READY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Checks that sessions of a thread come one after the other, where assertions are checked.
+#[inline(always)]
+fn claim(ready: bool) {
+    #[cfg(debug_assertions)]
+    assert!(READY.replace(ready) != ready, "a session of the matrix unit within another");
+    #[cfg(not(debug_assertions))]
+    let _ = ready;
+}
+
 /// The unit, made ready for products on this thread, until it is dropped. One at a time: the second would leave the first without
 /// its registers.
 #[derive(Debug)]
@@ -317,6 +332,9 @@ impl<'m, T> Session<'m, T> {
     #[inline]
     unsafe fn shape(&mut self, rows: usize) {
         if self.rows != rows {
+            if self.rows == 0 {
+                claim(true);
+            }
             // SAFETY: the unit is there, since somebody was handed its table.
             unsafe { (self.matrix.shape)(rows) }
             self.rows = rows;
@@ -327,6 +345,7 @@ impl<'m, T> Session<'m, T> {
 impl<T> Drop for Session<'_, T> {
     fn drop(&mut self) {
         if self.rows > 0 {
+            claim(false);
             // SAFETY: the unit is there, as above.
             unsafe { (self.matrix.release)() }
         }
@@ -505,6 +524,18 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_session_within_another_is_found() {
+        for matrix in units() {
+            let mut session = Session::new(matrix);
+            // SAFETY: a number of rows that there may be.
+            unsafe { session.shape(PANEL) };
+            // SAFETY: as above.
+            let within = std::panic::catch_unwind(|| unsafe { Session::new(matrix).shape(PANEL) });
+            assert!(within.is_err());
         }
     }
 
