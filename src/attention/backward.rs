@@ -16,6 +16,7 @@
 //!     D_K <- scale * d_k; D_V <- d_v
 //! ```
 //!
+//! Steps and what they share are here, the tile and its products in `backward_tile.rs`.
 //! (FlashAttention-2, Dao 2023, <https://arxiv.org/abs/2307.08691>, with register-sized groups.) Five products for each
 //! visible pair, tiles that nobody sees are skipped, and the sums over the heads of a group are made inside an item. A matrix
 //! unit has all of them, where there is one: see `backward_unit.rs`.

@@ -60,6 +60,11 @@ impl UnitSize {
         Self { dims: [dims.head_dim, dims.value_dim], rows, tiles: keys.div_ceil(KEYS) }
     }
 
+    /// Widths of packed rows: both, rounded up to a multiple of 16.
+    fn widths(&self) -> [usize; 2] {
+        self.dims.map(|dim| dim.next_multiple_of(PANEL))
+    }
+
     /// Numbers from a panel of p or d to the next.
     fn panel(&self) -> usize {
         split_panel_len(self.rows)
@@ -173,10 +178,15 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         })
     }
 
-    /// Splits the first `seen` keys and values of a block where they are. False if not all of them fit, or keys are not lines of
-    /// memory.
-    pub(super) fn split_lines(&mut self, seen: usize, [k, v]: [ArrayView2<'_, T>; 2]) -> bool {
+    /// Before the first `seen` keys of a block are split.
+    fn begin_block(&mut self, seen: usize) {
         (self.seen, self.scores_fit, self.columns_fit, self.begun) = (seen, 0, 0, 0);
+    }
+
+    /// Splits the first `seen` keys `[keys, head_dim]` and values `[keys, value_dim]` of a block where they are. False if not all
+    /// of them fit, or keys are not lines of memory.
+    pub(super) fn split_lines(&mut self, seen: usize, [k, v]: [ArrayView2<'_, T>; 2]) -> bool {
+        self.begin_block(seen);
         for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
             let keys = first..seen.min(first + KEYS);
             let mut fits = true;
@@ -190,10 +200,15 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             if !fits {
                 return false;
             }
-            self.scores_fit |= 1 << tile;
-            self.columns_fit |= 1 << tile;
+            self.note_keys(tile, [true; 2]);
         }
         true
+    }
+
+    /// Whether the unit may multiply a tile for scores, and for gradients of queries.
+    fn note_keys(&mut self, tile: usize, fits: [bool; 2]) {
+        self.scores_fit |= u64::from(fits[0]) << tile;
+        self.columns_fit |= u64::from(fits[1]) << tile;
     }
 
     /// Whether all rows of the step fit.
@@ -210,8 +225,8 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         keys: &mut [T],
         hidden: impl Fn(usize) -> u64,
     ) {
-        (self.seen, self.scores_fit, self.columns_fit, self.begun) = (seen, 0, 0, 0);
-        let k_width = self.size.dims[0].next_multiple_of(PANEL);
+        self.begin_block(seen);
+        let [k_width, _] = self.size.widths();
         for (tile, first) in (0..seen).step_by(KEYS).enumerate() {
             let count = KEYS.min(seen - first);
             let mut fits = self.split_keys(tile, count, panels.each_ref().map(|panels| &**panels), keys);
@@ -229,14 +244,13 @@ impl<'s, T: Element> UnitRoom<'s, T> {
                     fits = self.split_keys(tile, count, panels.each_ref().map(|panels| &**panels), keys);
                 }
             }
-            self.scores_fit |= u64::from(fits[0]) << tile;
-            self.columns_fit |= u64::from(fits[1]) << tile;
+            self.note_keys(tile, fits);
         }
     }
 
     /// Splits the first `count` keys of a tile. Whether the unit may multiply it for scores, and for gradients of queries.
     fn split_keys(&mut self, tile: usize, count: usize, panels: [&[T]; 2], keys: &[T]) -> [bool; 2] {
-        let (first, k_width) = (tile * KEYS, self.size.dims[0].next_multiple_of(PANEL));
+        let (first, [k_width, _]) = (tile * KEYS, self.size.widths());
         let mut fits = true;
         for ((to, panels), width) in self.keys.iter_mut().zip(panels).zip(self.size.dims) {
             let (panels, to) = (&panels[first * width..], &mut to[tile * split_keys_len(width)..]);
@@ -249,15 +263,15 @@ impl<'s, T: Element> UnitRoom<'s, T> {
     /// Splits the queries and gradients of a step, which are packed. `sees` says whether a row sees anything: if not, it becomes
     /// zeros where it would keep the unit from multiplying the others.
     pub(super) fn take_rows(&mut self, n: usize, mut packed: [&mut [T]; 2], sees: impl Fn(usize) -> bool) {
-        let widths = self.size.dims.map(|dim| dim.next_multiple_of(PANEL));
+        let widths = self.size.widths();
         if self.split_rows(n, packed.each_ref().map(|packed| &**packed), widths) {
             return;
         }
         let mut cleared = false;
         for row in (0..n).filter(|&row| !sees(row)) {
+            cleared = true;
             for (packed, width) in packed.iter_mut().zip(widths) {
                 packed[row * width..][..width].fill(T::zero());
-                cleared = true;
             }
         }
         if cleared {
@@ -305,7 +319,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             let head_dim = self.size.dims[i];
             let factors = SplitFactors {
                 q: packed[i],
-                q_row: head_dim.next_multiple_of(PANEL),
+                q_row: self.size.widths()[i],
                 head_dim,
                 queries: SplitQueries::new(self.rows[i], all, self.rows_fit[i]),
                 panels: KEYS.min(self.seen - offset).div_ceil(PANEL),
@@ -365,7 +379,7 @@ impl<'s, T: Element> UnitRoom<'s, T> {
 
     /// `d_q += d K`
     fn add_to_queries(&mut self, rows: usize, d_q: &mut [T]) {
-        let width = self.size.dims[0].next_multiple_of(PANEL);
+        let [width, _] = self.size.widths();
         for (block, sees) in self.tile.sees.iter().enumerate() {
             let pairs = span(sees.iter().copied());
             if pairs.is_empty() {

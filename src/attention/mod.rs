@@ -24,8 +24,8 @@
 //! [`backward`] gives the gradients and has their formulas.
 
 // Read `reference.rs` and `reference_backward.rs` first: they are the plain loops. `walk.rs` and `sight.rs` are the tiles,
-// which `forward.rs` walks whole and `split.rs` in chunks of keys; `backward.rs` goes back along them. `dense.rs` is the
-// path with weights.
+// which `forward.rs` walks whole and `split.rs` in chunks of keys; `backward.rs` goes back along them, tile by tile in
+// `backward_tile.rs`. `dense.rs` is the path with weights.
 
 mod backward;
 mod backward_tile;

@@ -12,7 +12,7 @@ use crate::kernels::{KEYS, MAX_ROWS, UNIT_ROWS};
 const MOST_NUMBERS: usize = 100 * 1024;
 
 /// The same where the matrix unit multiplies: for it tiles are split too, and it takes less time for a row, so that 400 KiB
-/// are 1.02 to 1.08 of the time of 800, and 1600 KiB are no better again (2048 to 4096 queries, numbers per row 128 and 256).
+/// are 1.02 to 1.08 of the time of 800, and 1600 KiB 1.00 to 1.06 (2048 to 4096 queries, 128 and 256 numbers to a row).
 const MOST_UNIT_NUMBERS: usize = 200 * 1024;
 
 /// Items at least, as long as they keep [`FEWEST_ROWS`]: dealt one by one, 16 of them leave 16 threads no more than an
@@ -52,8 +52,8 @@ const MOST_KEY_NUMBERS: usize = 160 * 1024;
 /// items.
 const MOST_KEYS: usize = 256;
 
-/// Keys of a block for the matrix unit, for which queries are split besides, at any width: 1.03 of the time with 256, and 1.00
-/// with 1024 (8 heads of 64 numbers, 16 of 128, 1024 queries and keys).
+/// Keys of a block for the matrix unit, for which queries are split besides, at any width: 1.01 to 1.05 of the time with 256, and
+/// 0.98 to 1.01 with 1024, which leave fewer items (8 heads of 64 numbers, 16 of 128, 1024 queries and keys).
 const UNIT_KEYS: usize = 512;
 
 /// Keys of a work item of backward: a multiple of 64. `unit` says that the matrix unit multiplies.
@@ -69,8 +69,8 @@ pub(crate) fn key_block(dims: &Dims, unit: bool) -> usize {
 /// cache of 48 KiB for the products that read them.
 const MOST_QUERY_NUMBERS: usize = 6 * 1024;
 
-/// Query positions of a step for the matrix unit, which reads its operands from the second-level cache too: 1.01 of the time with
-/// 96, 0.99 to 1.03 with 160 and 192.
+/// Query positions of a step for the matrix unit, which reads its operands from the second-level cache too: 1.01 to 1.02 of the time
+/// with 96, 1.00 to 1.02 with 192.
 const UNIT_TILE: usize = 4 * UNIT_ROWS;
 
 /// Query positions of a step of backward; `wish` is the caller's. `unit` says that the matrix unit multiplies: it adds up whole

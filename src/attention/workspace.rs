@@ -340,7 +340,8 @@ impl BackSize {
     }
 
     /// Key panels, value panels, keys, d_k, d_v; queries, d_context, d_q, probabilities, d_scores, lse, delta; bias,
-    /// slope, factors of dropout, gradients of the scores; the matrix unit's. See `backward.rs` for what is in them.
+    /// slope, factors of dropout, gradients of the scores; the matrix unit's. See `backward.rs` and
+    /// `backward_unit.rs` for what is in them.
     pub(super) fn lengths(&self) -> Lengths {
         let Self { dims: Dims { head_dim, value_dim, .. }, query_tile, key_block, mods, unit } = *self;
         let [k_width, v_width] = self.widths();
