@@ -2,10 +2,13 @@
 //!
 //! Whether it is there, how it is made ready, and how numbers are split for it; the products are in `amx_tiles.rs`.
 
-use super::PANEL;
-use super::amx_tiles::{multiply, multiply_beside};
-use super::matrix::{Coming, Extent, Matrix, PARTS, STEP, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS};
+use super::amx_tiles::{Beside, multiply, multiply_beside};
+use super::avx512::Avx512;
+use super::matrix::{Coming, Extent, Matrix, Multiply, PARTS, STEP, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS};
 use super::simd::{LATER, LINE, prefetch};
+use super::softmax::whole_row;
+use super::weighing::Weighing;
+use super::{KEYS, PANEL};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::sync::OnceLock;
@@ -15,7 +18,9 @@ pub(super) const MATRIX: Matrix<f32> = Matrix {
     shape,
     release,
     multiply,
-    multiply_beside,
+    multiply_splitting,
+    multiply_weighing,
+    weigh_rest,
     stay_awake,
     split_rows,
     split_weights,
@@ -299,6 +304,64 @@ unsafe fn store(words: [__m512i; PARTS], to: *mut f32, part: usize) {
     for (i, words) in words.into_iter().enumerate() {
         // SAFETY: the contract is the same.
         unsafe { _mm512_storeu_si512(to.add(i * part).cast(), words) }
+    }
+}
+
+/// # Safety
+/// As [`multiply_beside`], with the panels to come.
+unsafe fn multiply_splitting(m: &Multiply<f32>, coming: &mut Coming<f32>) {
+    // SAFETY: the contract is the same; who has the unit has AVX-512.
+    unsafe { multiply_beside(m, coming) }
+}
+
+/// # Safety
+/// As [`multiply_beside`], with the rows to be weighed.
+unsafe fn multiply_weighing(m: &Multiply<f32>, rows: &mut Weighing<f32>) {
+    // SAFETY: the contract is the same; who has the unit has AVX-512.
+    unsafe { multiply_beside(m, rows) }
+}
+
+/// # Safety
+/// The arrays of the step must have their shapes, and the target room for 32 split rows of 64 keys.
+unsafe fn weigh_rest(rows: &mut Weighing<f32>) {
+    while rows.is_left() {
+        // SAFETY: a row is left; who has the unit has AVX-512.
+        unsafe { weigh_row(rows) }
+    }
+}
+
+/// The next row, from scores to split weights.
+///
+/// # Safety
+/// A row must be left; and as [`weigh_rest`].
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+unsafe fn weigh_row(rows: &mut Weighing<f32>) {
+    let from = rows.softmax.p.cast_const();
+    let to_part = UNIT_ROWS * PANEL;
+    let split =
+        SplitRows { rows: UNIT_ROWS, terms: KEYS, from, from_row: KEYS, from_next: PANEL, to: rows.to, to_part };
+    // SAFETY: the row is one of the step (contract), of 64 keys that are two steps of terms.
+    unsafe {
+        whole_row(Avx512::<f32>::assume(), &rows.softmax, rows.row);
+        for step in 0..KEYS / STEP {
+            // (What is not used of the result is not computed.)
+            let _ = split_step(&split, rows.row, step, _mm512_setzero_si512());
+        }
+    }
+    rows.row += 1;
+}
+
+impl Beside for Weighing<f32> {
+    const ASKS_AHEAD: bool = false;
+
+    #[inline(always)]
+    unsafe fn more(&mut self) {
+        self.count_product();
+        while self.take_due() {
+            // SAFETY: there is a row; the contract is handed on.
+            unsafe { weigh_row(self) }
+        }
     }
 }
 

@@ -172,10 +172,10 @@ macro_rules! whole {
     };
 }
 
-/// A block product by product, and a little of what is to be split after each of them: four instructions of the unit take 64
-/// cycles, and with that little in between they wait for nothing. Memory is asked for the sums of the rows that come next.
+/// A block product by product, and a little of something else after each of them: four instructions of the unit take 64 cycles,
+/// and with that little in between they wait for nothing. Memory may be asked for the sums of the rows that come next.
 macro_rules! beside {
-    (($m:ident, $panel:ident, $coming:ident, $c:tt) {$($begin:tt)*} [$({$($product:tt)*})*] {$($end:tt)*}) => {
+    (($m:ident, $panel:ident, $beside:ident, $c:tt) {$($begin:tt)*} [$({$($product:tt)*})*] {$($end:tt)*}) => {
         let c = $m.c.wrapping_add($panel * PANEL);
         let d = c.wrapping_add(PANEL * $m.c_row);
         let row = $m.c_row * size_of::<f32>();
@@ -196,7 +196,7 @@ macro_rules! beside {
         let (mut a, mut b) = ($m.a, $m.b.wrapping_add($panel * $m.b_panel));
         let mut ahead = c.wrapping_add(UNIT_ROWS * $m.c_row);
         for _ in 0..$m.steps {
-            for _ in 0..rows_a_step {
+            for _ in 0..if W::ASKS_AHEAD { rows_a_step } else { 0 } {
                 for line in 0..2 + $c {
                     _mm_prefetch::<_MM_HINT_ET0>(ahead.wrapping_add(line * PANEL).cast());
                 }
@@ -220,7 +220,7 @@ macro_rules! beside {
                         out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                         options(nostack, readonly, preserves_flags)
                     );
-                    split_more($coming, $coming.pace);
+                    $beside.more();
                 }
             )*
             (a, b) = (a.wrapping_add(PARTS * $m.a_part), b.wrapping_add(PARTS * PANEL * PANEL));
@@ -251,8 +251,8 @@ macro_rules! block {
         /// # Safety
         /// As [`multiply_beside`]; `panel` as above.
         #[target_feature(enable = "avx512f")]
-        unsafe fn $beside(m: &Multiply<f32>, panel: usize, coming: &mut Coming<f32>) {
-            pieces!(beside, $r, $c, m, panel, coming, $c);
+        unsafe fn $beside<W: Beside>(m: &Multiply<f32>, panel: usize, work: &mut W) {
+            pieces!(beside, $r, $c, m, panel, work, $c);
         }
     };
 }
@@ -296,19 +296,42 @@ pub(super) unsafe fn multiply(m: &Multiply<f32>) {
     }
 }
 
-/// The same, and beside it some of the panels to come are split.
+/// What the vectors of the CPU do while the unit multiplies.
+pub(super) trait Beside {
+    /// Whether memory is asked for the sums of the rows that come next.
+    const ASKS_AHEAD: bool;
+
+    /// What belongs to one product of parts.
+    ///
+    /// # Safety
+    /// The CPU must have AVX-512; and what the work itself asks for.
+    unsafe fn more(&mut self);
+}
+
+impl Beside for Coming<f32> {
+    const ASKS_AHEAD: bool = true;
+
+    #[inline(always)]
+    unsafe fn more(&mut self) {
+        // SAFETY: the contract is handed on.
+        unsafe { split_more(self, self.pace) }
+    }
+}
+
+/// The same, and some other work beside it.
 ///
 /// # Safety
-/// As [`multiply`] and [`split_more`]; what is split overlaps nothing else.
-pub(super) unsafe fn multiply_beside(m: &Multiply<f32>, coming: &mut Coming<f32>) {
+/// As [`multiply`] and [`Beside::more`]; what the work writes overlaps nothing of the product.
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn multiply_beside<W: Beside>(m: &Multiply<f32>, work: &mut W) {
     for (shape, panel) in blocks(m) {
-        // SAFETY: the contract is handed on; who has the unit has AVX-512.
+        // SAFETY: the contract is handed on; there is a step, or nothing is done.
         unsafe {
             match shape {
-                [true, true] => rows_and_panels_beside(m, panel, coming),
-                [true, false] => rows_and_panel_beside(m, panel, coming),
-                [false, true] => half_and_panels_beside(m, panel, coming),
-                [false, false] => half_and_panel_beside(m, panel, coming),
+                [true, true] => rows_and_panels_beside(m, panel, work),
+                [true, false] => rows_and_panel_beside(m, panel, work),
+                [false, true] => half_and_panels_beside(m, panel, work),
+                [false, false] => half_and_panel_beside(m, panel, work),
             }
         }
     }

@@ -330,7 +330,7 @@ impl<T: Real> Part<'_, '_, T> {
                 // SAFETY: so many rows of a piece have been split, and so many panels; the rows of `out` are contiguous, have
                 // the columns, and nobody else has them. The panels to come are as `come` says.
                 unsafe {
-                    session.multiply_beside(&product, coming);
+                    session.multiply_splitting(&product, coming);
                 }
             }
         }

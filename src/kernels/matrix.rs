@@ -28,6 +28,7 @@ use super::PANEL;
 use super::real::Real;
 use super::simd::LINE;
 use super::tile::Start;
+use super::weighing::Weighing;
 
 /// Terms that an instruction of the unit adds up.
 pub(crate) const STEP: usize = 32;
@@ -52,8 +53,12 @@ pub(super) struct Matrix<T> {
     /// Gives the unit back.
     pub(super) release: unsafe fn(),
     pub(super) multiply: unsafe fn(&Multiply<T>),
-    /// The same, and beside each step a few lines of the panels to come.
-    pub(super) multiply_beside: unsafe fn(&Multiply<T>, &mut Coming<T>),
+    /// The same, and beside each product of parts a few lines of the panels to come.
+    pub(super) multiply_splitting: unsafe fn(&Multiply<T>, &mut Coming<T>),
+    /// The same, and beside them some rows of scores become split weights.
+    pub(super) multiply_weighing: unsafe fn(&Multiply<T>, &mut Weighing<T>),
+    /// The rows that are left of these.
+    pub(super) weigh_rest: unsafe fn(&mut Weighing<T>),
     /// A product whose result nobody wants: the unit falls asleep without one.
     pub(super) stay_awake: unsafe fn(),
     /// Splits up to [`UNIT_ROWS`] rows. Bit i of the result is set if row i does not fit.
@@ -308,11 +313,24 @@ impl<'m, T> Session<'m, T> {
     /// # Safety
     /// As above; the panels to come overlap nothing of the product.
     #[inline]
-    pub(super) unsafe fn multiply_beside(&mut self, product: &Multiply<T>, coming: &mut Coming<T>) {
+    pub(super) unsafe fn multiply_splitting(&mut self, product: &Multiply<T>, coming: &mut Coming<T>) {
         // SAFETY: as above.
         unsafe {
             self.shape(product.rows);
-            (self.matrix.multiply_beside)(product, coming);
+            (self.matrix.multiply_splitting)(product, coming);
+        }
+    }
+
+    /// The same, and some of the rows to be weighed.
+    ///
+    /// # Safety
+    /// As above; what the rows are weighed to and from overlaps nothing of the product.
+    #[inline]
+    pub(super) unsafe fn multiply_weighing(&mut self, product: &Multiply<T>, rows: &mut Weighing<T>) {
+        // SAFETY: as above.
+        unsafe {
+            self.shape(product.rows);
+            (self.matrix.multiply_weighing)(product, rows);
         }
     }
 

@@ -19,6 +19,7 @@
 //! | `mods.rs`, `lines.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
 //! | `unit.rs` | many queries meet one tile of keys by the matrix unit |
+//! | `weighing.rs` | the softmax of rows beside products of the matrix unit |
 //! | `matrix_unit.rs` | the products of backward by the matrix unit |
 //! | `upcoming.rs` | memory that is asked for before it is needed |
 //! | `values.rs` | probabilities times values that are not finite |
@@ -83,6 +84,7 @@ mod tile;
 mod unit;
 mod upcoming;
 mod values;
+mod weighing;
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

@@ -83,36 +83,60 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
     let rate = factor * S::Elem::LOG2_E;
     let powers = Powers::new(s, rate);
     let powers = powers.in_memory::<S>();
-    let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
-        // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
-        unsafe {
-            let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
-            let (m, l) = (&mut *a.m.add(row), a.l.add(row * PANEL));
-            let mut row = Row { s, a, powers, rate, row, first, end, visible, m, sum: s.load(l) };
-            // Always the same vectors together, wherever the range begins: no bit may depend on it.
-            let together = TOGETHER * S::LANES;
-            let keys = (first / together * together..end).step_by(together);
-            if *row.m == S::Elem::neg_infinity() {
-                cold();
-                if MASKED && visible & key_bits(first, end) == 0 {
-                    for key in (first..end).step_by(S::LANES) {
-                        s.store(a.p.add(row.row * KEYS + key), s.zero());
-                    }
-                    continue;
+        // SAFETY: row < rows; the contract is handed on.
+        unsafe { one_row::<S, MASKED, WHOLE>(s, a, (powers, rate), row) }
+    }
+}
+
+/// [`softmax`] of one row of the step, without bias and cap, where every key of the tile is visible: to the same bits.
+///
+/// # Safety
+/// As [`softmax`], with such a row.
+#[inline(always)]
+pub(super) unsafe fn whole_row<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
+    let rate = a.factor * S::Elem::LOG2_E;
+    // SAFETY: the contract is the same.
+    unsafe { one_row::<S, false, true>(s, a, (&Powers::new(s, rate), rate), row) }
+}
+
+/// # Safety
+/// As [`softmax`]; `row` is one of the step.
+#[inline(always)]
+unsafe fn one_row<S: Simd, const MASKED: bool, const WHOLE: bool>(
+    s: S,
+    a: &Softmax<S::Elem>,
+    (powers, rate): (&Powers<S::V>, S::Elem),
+    row: usize,
+) {
+    let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
+    // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
+    unsafe {
+        let visible = if MASKED { *a.visible.add(row) } else { u64::MAX };
+        let (m, l) = (&mut *a.m.add(row), a.l.add(row * PANEL));
+        let mut row = Row { s, a, powers, rate, row, first, end, visible, m, sum: s.load(l) };
+        // Always the same vectors together, wherever the range begins: no bit may depend on it.
+        let together = TOGETHER * S::LANES;
+        let keys = (first / together * together..end).step_by(together);
+        if *row.m == S::Elem::neg_infinity() {
+            cold();
+            if MASKED && visible & key_bits(first, end) == 0 {
+                for key in (first..end).step_by(S::LANES) {
+                    s.store(a.p.add(row.row * KEYS + key), s.zero());
                 }
-                let mut top = s.splat(S::Elem::neg_infinity());
-                for key in keys.clone() {
-                    top = row.scores::<MASKED, WHOLE>(key).into_iter().fold(top, |top, x| s.max(x, top));
-                }
-                // Finite from now on, also if every visible score is -inf.
-                *row.m = s.reduce_max(top).max(S::Elem::min_value());
+                return;
             }
-            for key in keys {
-                row.exponentiate::<MASKED, WHOLE>(key);
+            let mut top = s.splat(S::Elem::neg_infinity());
+            for key in keys.clone() {
+                top = row.scores::<MASKED, WHOLE>(key).into_iter().fold(top, |top, x| s.max(x, top));
             }
-            s.store(l, row.sum);
+            // Finite from now on, also if every visible score is -inf.
+            *row.m = s.reduce_max(top).max(S::Elem::min_value());
         }
+        for key in keys {
+            row.exponentiate::<MASKED, WHOLE>(key);
+        }
+        s.store(l, row.sum);
     }
 }
 

@@ -391,3 +391,33 @@ fn numbers_far_from_one_among_many_queries() {
         }
     }
 }
+
+/// Items of many rows are met in another order than those of few, which moves no bit: also where the reference of a row moves
+/// from tile to tile, and with a last block that is not whole.
+#[test]
+fn long_items_have_the_bits_of_short_ones() {
+    const Q_LEN: usize = 611;
+    let mut draws = Seeded(77);
+    for (head_dim, value_dim) in [(64, 64), (40, 72), (16, 16), (130, 40)] {
+        let mut k = draws.array((1, 1, 3 * 64 + 9, head_dim));
+        // Scores grow from key to key, by enough to move the reference.
+        k.axis_iter_mut(Axis(2)).enumerate().for_each(|(key, mut row)| row *= 1.0 + key as f64);
+        let v = draws.array((1, 1, 3 * 64 + 9, value_dim));
+        let core = Core::new(draws.array((1, 1, Q_LEN, head_dim)), k, v);
+        let what = format!("{head_dim} and {value_dim}");
+        let right = core.oracle();
+        for way in tiled(&[Some(Q_LEN)]) {
+            let long = core.answer(way).unwrap();
+            for query_tile in [64, 257, 300] {
+                let short = core.answer(Way { query_tile: Some(query_tile), ..way }).unwrap();
+                assert_bits(&format!("{what}, {way}, {query_tile}"), &short.out, &long.out);
+                assert_bits(&format!("lse of {what}, {way}, {query_tile}"), &short.lse, &long.lse);
+            }
+            for (at, (&got, &want)) in long.out.iter().zip(&right.out).enumerate() {
+                // Scores are up to 200 times as large as elsewhere, and so are their roundings, which powers turn into relative ones.
+                let tolerance = 300.0 * if way.precision == Precision::F32 { ROUNDING.0 } else { ROUNDING.1 };
+                assert!(is_near(got, want, tolerance), "{what}, {way}: out[{at}] is {got:e}, not {want:e}");
+            }
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Rows of scores become split weights beside the products of other rows.
+//!
+//! While the unit multiplies, half of the ports for vectors of numbers is idle, and all of those for bits. But the CPU looks
+//! only some hundred instructions ahead, so the vectors have to come in small portions: a row of 64 keys is 140 instructions,
+//! and six products of the unit, which it goes between, take 96 cycles. Two or more rows at once leave the unit without
+//! products (Emerald Rapids, a block of 32 rows with its operands in the first-level cache: 1.05 us of products alone and 0.42
+//! of rows alone; 1.13 together, 1.22 and 1.38 with rows twice and three times as dense).
+
+use super::matrix::{Multiply, PRODUCTS, Session, TOGETHER, UNIT_ROWS};
+use super::real::Real;
+use super::softmax::Softmax;
+use super::unit::{Requests, SCORES, Unit, WEIGHTS};
+use super::{KEYS, PANEL};
+
+/// One row.
+const ROW: usize = 1 << 16;
+
+/// The rows of a block, of which every one sees all 64 keys of a tile, without bias and cap.
+#[derive(Debug)]
+pub(super) struct Weighing<T> {
+    pub(super) softmax: Softmax<T>,
+    /// Rows among [`UNIT_ROWS`] that are split from their powers.
+    pub(super) to: *mut T,
+    /// The next row.
+    pub(super) row: usize,
+    /// Parts of a [`ROW`] that belong to each product of parts, and those that are due.
+    pace: usize,
+    due: usize,
+}
+
+impl<T> Weighing<T> {
+    /// What belongs to each of so many products of parts, if so many rows are to be weighed beside them.
+    fn pace(rows: usize, products: usize) -> usize {
+        (rows * ROW).div_ceil(products.max(1))
+    }
+
+    /// Whether a row is left.
+    #[inline(always)]
+    pub(super) fn is_left(&self) -> bool {
+        self.row < self.softmax.rows
+    }
+
+    /// Counts a product.
+    #[inline(always)]
+    pub(super) fn count_product(&mut self) {
+        self.due += self.pace;
+    }
+
+    /// Whether a row is due, which is taken off.
+    #[inline(always)]
+    pub(super) fn take_due(&mut self) -> bool {
+        let due = self.due >= ROW && self.is_left();
+        self.due -= if due { ROW } else { 0 };
+        due
+    }
+}
+
+/// Rows that meet a tile, of which they see all keys, by pointers.
+pub(super) struct Seeing<T> {
+    pub(super) rows: usize,
+    pub(super) m: *mut T,
+    pub(super) l: *mut T,
+    pub(super) o: *mut T,
+    pub(super) o_row: usize,
+    pub(super) width: usize,
+    pub(super) p: *mut T,
+    pub(super) weights: *mut T,
+    pub(super) factor: T,
+}
+
+impl<T: Real> Unit<'_, T> {
+    /// Scores, softmax and values of rows that see all keys and fit the unit, block by block: the softmax of one is beside the
+    /// values of the one before and the scores of the one after.
+    ///
+    /// # Safety
+    /// `m` has the rows, `l` 16 numbers for each and `o` `width` of `o_row`; `p` has numbers for two times
+    /// [`SCORES`], `weights` for two times [`WEIGHTS`].
+    pub(super) unsafe fn attend_beside(
+        &self,
+        session: &mut Session<'_, T>,
+        all: &Seeing<T>,
+        requests: &Requests<'_, T>,
+    ) {
+        let &Seeing { rows, m, l, o, o_row, width, p, weights, factor } = all;
+        let blocks = rows.div_ceil(UNIT_ROWS);
+        let block = |index: usize| index * UNIT_ROWS..rows.min((index + 1) * UNIT_ROWS);
+        // What two neighbours write lies apart.
+        let p = |index: usize| p.wrapping_add(index % 2 * SCORES);
+        let weights = |index: usize| weights.wrapping_add(index % 2 * WEIGHTS);
+        let o = |index: usize| o.wrapping_add(index * UNIT_ROWS * o_row);
+        let scores = |index: usize| self.scores(block(index), 0..KEYS / PANEL, p(index));
+        let values = |index: usize| self.values(weights(index), [block(index).len(), KEYS, width], o(index), o_row);
+        let products = |product: Multiply<T>| product.steps * product.panels.div_ceil(TOGETHER) * PRODUCTS;
+        let (score_products, value_products) = (products(scores(0)), products(values(0)));
+        // SAFETY: blocks are 1 to 32 of the rows, of which there are all, and there is room for the scores and weights of two
+        // (contract).
+        unsafe {
+            session.multiply(&scores(0));
+            for index in 0..blocks {
+                let (has_before, has_after) = (index > 0, index + 1 < blocks);
+                let products = if has_before { value_products } else { 0 } + if has_after { score_products } else { 0 };
+                // In one piece, where it stays: a copy would wait for the unit's sums to reach memory, which are older.
+                let mut weighing = Weighing {
+                    softmax: Softmax {
+                        rows: block(index).len(),
+                        first: 0,
+                        end: KEYS,
+                        p: p(index),
+                        m: m.add(index * UNIT_ROWS),
+                        l: l.add(index * UNIT_ROWS * PANEL),
+                        o: o(index),
+                        o_row,
+                        width,
+                        visible: std::ptr::null_mut(),
+                        all_visible: true,
+                        bias: None,
+                        softcap: None,
+                        factor,
+                    },
+                    to: weights(index),
+                    row: 0,
+                    pace: Weighing::<T>::pace(block(index).len(), products),
+                    due: 0,
+                };
+                if has_before {
+                    session.multiply_weighing(&values(index - 1), &mut weighing);
+                }
+                if has_after {
+                    session.multiply_weighing(&scores(index + 1), &mut weighing);
+                }
+                (self.matrix.weigh_rest)(&mut weighing);
+                requests.fetch(block(index));
+            }
+            session.multiply(&values(blocks - 1));
+        }
+    }
+}
