@@ -249,7 +249,7 @@ macro_rules! block {
         }
 
         /// # Safety
-        /// As [`multiply_beside`]; `panel` as above.
+        /// As [`multiply_beside`]; `panel` as above, and there may be no step.
         #[target_feature(enable = "avx512f")]
         unsafe fn $beside<W: Beside>(m: &Multiply<f32>, panel: usize, work: &mut W) {
             pieces!(beside, $r, $c, m, panel, work, $c);
@@ -325,7 +325,7 @@ impl Beside for Coming<f32> {
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn multiply_beside<W: Beside>(m: &Multiply<f32>, work: &mut W) {
     for (shape, panel) in blocks(m) {
-        // SAFETY: the contract is handed on; there is a step, or nothing is done.
+        // SAFETY: the contract is handed on.
         unsafe {
             match shape {
                 [true, true] => rows_and_panels_beside(m, panel, work),

@@ -4,7 +4,8 @@
 //! only some hundred instructions ahead, so the vectors have to come in small portions: a row of 64 keys is 140 instructions,
 //! and six products of the unit, which it goes between, take 96 cycles. Two or more rows at once leave the unit without
 //! products (Emerald Rapids, a block of 32 rows with its operands in the first-level cache: 1.05 us of products alone and 0.42
-//! of rows alone; 1.13 together, 1.22 and 1.38 with rows twice and three times as dense).
+//! of rows alone; 1.13 together, 1.22 and 1.38 with rows 1.5 and 3 times as dense). Operands that come from the second-level
+//! cache cost more than that, since they take the same places in the CPU's view.
 
 use super::matrix::{Multiply, PRODUCTS, Session, TOGETHER, UNIT_ROWS};
 use super::real::Real;
