@@ -1,6 +1,7 @@
 //! The matrix unit of x86-64: AMX with bf16, used by AVX-512 code.
 //!
-//! Whether it is there, how it is made ready, and how numbers are split for it; the products are in `amx_tiles.rs`.
+//! Whether it is there, how it is made ready, how numbers are split for it, and what goes beside its products, which are in
+//! `amx_tiles.rs`.
 
 use super::amx_tiles::{Beside, multiply, multiply_beside};
 use super::avx512::Avx512;
@@ -210,6 +211,7 @@ unsafe fn split_rows(a: &SplitRows<f32>) -> u32 {
 
 /// # Safety
 /// As [`split_rows`].
+#[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn split_weights(a: &SplitRows<f32>) {
     let largest = _mm512_setzero_si512();
@@ -337,17 +339,19 @@ unsafe fn weigh_rest(rows: &mut Weighing<f32>) {
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
 unsafe fn weigh_row(rows: &mut Weighing<f32>) {
-    let from = rows.softmax.p.cast_const();
-    let to_part = UNIT_ROWS * PANEL;
-    let split =
-        SplitRows { rows: UNIT_ROWS, terms: KEYS, from, from_row: KEYS, from_next: PANEL, to: rows.to, to_part };
-    // SAFETY: the row is one of the step (contract), of 64 keys that are two steps of terms.
+    let row = rows.row;
+    // SAFETY: the row is one of the step, and among the 32 of the target (contract).
     unsafe {
-        whole_row(Avx512::<f32>::assume(), &rows.softmax, rows.row);
-        for step in 0..KEYS / STEP {
-            // (What is not used of the result is not computed.)
-            let _ = split_step(&split, rows.row, step, _mm512_setzero_si512());
-        }
+        whole_row(Avx512::<f32>::assume(), &rows.softmax, row);
+        split_weights(&SplitRows {
+            rows: 1,
+            terms: KEYS,
+            from: rows.softmax.p.add(row * KEYS),
+            from_row: KEYS,
+            from_next: PANEL,
+            to: rows.to.add(row * PANEL),
+            to_part: UNIT_ROWS * PANEL,
+        });
     }
     rows.row += 1;
 }

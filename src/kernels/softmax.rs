@@ -24,6 +24,7 @@ use super::real::Real;
 use super::simd::Simd;
 use super::{KEYS, PANEL, key_bits};
 use num_traits::Float;
+use std::ops::Range;
 use std::ptr;
 
 /// One step, by pointers.
@@ -50,6 +51,22 @@ pub(crate) struct Softmax<T> {
     pub(crate) softcap: Option<T>,
     /// What turns the products in `p` into scores; positive, so that -inf stays -inf.
     pub(crate) factor: T,
+}
+
+impl<T: Copy> Softmax<T> {
+    /// The same step of some of its rows, whose scores are at `p`. Of bits and biases, which are told row by row, it has those
+    /// of the first rows.
+    #[inline(always)]
+    pub(super) fn of_rows(&self, rows: Range<usize>, p: *mut T) -> Self {
+        Self {
+            rows: rows.len(),
+            p,
+            m: self.m.wrapping_add(rows.start),
+            l: self.l.wrapping_add(rows.start * PANEL),
+            o: self.o.wrapping_add(rows.start * self.o_row),
+            ..*self
+        }
+    }
 }
 
 /// Runs one step.

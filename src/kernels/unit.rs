@@ -35,10 +35,10 @@ use super::step::{Group, KeyTile, Next, Queries, extent};
 use super::table::{Kernels, VALUES_PANEL};
 use super::tile::{MAX_ROWS, Start};
 use super::upcoming::Shares;
-use super::weighing::Seeing;
 use super::{KEYS, PANEL};
 use ndarray::{ArrayView2, s};
 use std::ops::Range;
+use std::ptr;
 
 /// Calls with fewer rows to a KV head, or fewer of their numbers, are computed by multiply-adds: what has to be split for them
 /// takes longer than it saves. Time by the unit over that by multiply-adds, 96 heads on two threads of an Emerald Rapids: 1.18,
@@ -58,8 +58,8 @@ pub(super) const WEIGHTS: usize = split_rows_len(UNIT_ROWS, KEYS);
 pub(crate) const UNIT_SCORES: usize = 2 * SCORES;
 pub(crate) const UNIT_WEIGHTS: usize = 2 * WEIGHTS;
 
-/// The fewest rows whose softmax goes beside products: the first and the last block have no neighbour. Time with it over that without,
-/// two threads of an Emerald Rapids, heads of 64 numbers: 1.05 (items of 256 rows), 0.98 (512), 0.93 (800).
+/// The fewest rows whose softmax goes beside products: the first and the last block have no neighbour. Time with it over that
+/// without, heads of 64 numbers on two threads of an Emerald Rapids: 1.05, 0.98 and 0.93 for items of 256, 512 and 1024 rows.
 const FEWEST_BESIDE: usize = 8 * UNIT_ROWS + 1;
 
 /// Rows whose softmax is one call, so that the unit stays awake; or [`MAX_ROWS`], for which biases are told.
@@ -373,21 +373,32 @@ impl<T: Real> Kernels<T> {
         let Some(unit) = Unit::new(self, all, tile) else { return false };
         let (rows, width, o_row) = (all.rows, tile.padded_width(), all.o_row);
         let biases = bias.map(|bias| bias.extent(rows, KEYS));
-        let (m, l) = (&mut all.m[..rows], &mut all.l[..rows.saturating_mul(PANEL)]);
-        let o = &mut all.o[..extent(rows, o_row, width)];
-        let p = all.p[..UNIT_SCORES].as_mut_ptr();
         let weights = all.weights[..UNIT_WEIGHTS].as_mut_ptr();
+        let softmax = Softmax {
+            rows,
+            first: 0,
+            end: KEYS,
+            p: all.p[..UNIT_SCORES].as_mut_ptr(),
+            m: all.m[..rows].as_mut_ptr(),
+            l: all.l[..rows.saturating_mul(PANEL)].as_mut_ptr(),
+            o: all.o[..extent(rows, o_row, width)].as_mut_ptr(),
+            o_row,
+            width,
+            visible: ptr::null_mut(),
+            all_visible: true,
+            bias: None,
+            softcap,
+            factor,
+        };
 
         let mut session = Session::new(unit.matrix);
         let requests = Requests::new(tile, bias);
-        let plain = softcap.is_none() && bias.is_none();
-        if plain && rows >= FEWEST_BESIDE && unit.queries.fit {
-            let (m, l, o) = (m.as_mut_ptr(), l.as_mut_ptr(), o.as_mut_ptr());
-            let all = Seeing { rows, m, l, o, o_row, width, p, weights, factor };
+        if rows >= FEWEST_BESIDE && softcap.is_none() && bias.is_none() && unit.queries.fit {
             // SAFETY: the slices above have all rows, and room for the scores and weights of two blocks.
-            unsafe { unit.attend_beside(&mut session, &all, &requests) }
+            unsafe { unit.attend_beside(&mut session, &softmax, weights, &requests) }
             return true;
         }
+        let (p, o) = (softmax.p, softmax.o);
         let most = if biases.is_some() { MAX_ROWS } else { MOST_TOGETHER };
         for block in (0..rows).step_by(UNIT_ROWS) {
             let block = block..rows.min(block + UNIT_ROWS);
@@ -401,29 +412,18 @@ impl<T: Real> Kernels<T> {
                     let p = p.add((first - block.start) * KEYS);
                     let mut visible = [u64::MAX; MAX_ROWS];
                     (self.softmax)(&Softmax {
-                        rows: rows.len(),
-                        first: 0,
-                        end: KEYS,
-                        p,
-                        m: m.as_mut_ptr().add(first),
-                        l: l.as_mut_ptr().add(first * PANEL),
-                        o: o.as_mut_ptr().add(first * o_row),
-                        o_row,
-                        width,
                         visible: visible.as_mut_ptr(),
-                        all_visible: true,
                         bias: biases.map(|(numbers, apart)| {
                             // Rows beyond the last are not read.
                             std::array::from_fn(|i| numbers.as_ptr().wrapping_add((first + i) * apart))
                         }),
-                        softcap,
-                        factor,
+                        ..softmax.of_rows(rows.clone(), p)
                     });
                     unit.split(p, rows.len(), KEYS, weights.add((first - block.start) * PANEL));
                     session.stay_awake();
                     requests.fetch(rows);
                 }
-                let o = o.as_mut_ptr().add(block.start * o_row);
+                let o = o.add(block.start * o_row);
                 session.multiply(&unit.values(weights, [block.len(), KEYS, width], o, o_row));
             }
         }

@@ -4,8 +4,8 @@
 //! only some hundred instructions ahead, so the vectors have to come in small portions: a row of 64 keys is 140 instructions,
 //! and six products of the unit, which it goes between, take 96 cycles. Two or more rows at once leave the unit without
 //! products (Emerald Rapids, a block of 32 rows with its operands in the first-level cache: 1.05 us of products alone and 0.42
-//! of rows alone; 1.13 together, 1.22 and 1.38 with rows 1.5 and 3 times as dense). Operands that come from the second-level
-//! cache cost more than that, since they take the same places in the CPU's view.
+//! of rows alone; 1.13 together, 1.22 and 1.38 with rows 1.5 and 3 times as dense). With operands in the second-level
+//! cache it is 1.43, of 1.17 and 0.42.
 
 use super::matrix::{Multiply, PRODUCTS, Session, TOGETHER, UNIT_ROWS};
 use super::real::Real;
@@ -56,41 +56,31 @@ impl<T> Weighing<T> {
     }
 }
 
-/// Rows that meet a tile, of which they see all keys, by pointers.
-pub(super) struct Seeing<T> {
-    pub(super) rows: usize,
-    pub(super) m: *mut T,
-    pub(super) l: *mut T,
-    pub(super) o: *mut T,
-    pub(super) o_row: usize,
-    pub(super) width: usize,
-    pub(super) p: *mut T,
-    pub(super) weights: *mut T,
-    pub(super) factor: T,
-}
-
 impl<T: Real> Unit<'_, T> {
     /// Scores, softmax and values of rows that see all keys and fit the unit, block by block: the softmax of one is beside the
     /// values of the one before and the scores of the one after.
     ///
     /// # Safety
-    /// `m` has the rows, `l` 16 numbers for each and `o` `width` of `o_row`; `p` has numbers for two times
-    /// [`SCORES`], `weights` for two times [`WEIGHTS`].
+    /// As [`super::softmax::softmax`], of rows that this unit has, at least one, and all 64 keys; but `p` has room for two times
+    /// [`SCORES`] numbers, and `weights` for two times [`WEIGHTS`].
     pub(super) unsafe fn attend_beside(
         &self,
         session: &mut Session<'_, T>,
-        all: &Seeing<T>,
+        all: &Softmax<T>,
+        weights: *mut T,
         requests: &Requests<'_, T>,
     ) {
-        let &Seeing { rows, m, l, o, o_row, width, p, weights, factor } = all;
+        let &Softmax { rows, o, o_row, width, p, .. } = all;
         let blocks = rows.div_ceil(UNIT_ROWS);
         let block = |index: usize| index * UNIT_ROWS..rows.min((index + 1) * UNIT_ROWS);
         // What two neighbours write lies apart.
         let p = |index: usize| p.wrapping_add(index % 2 * SCORES);
         let weights = |index: usize| weights.wrapping_add(index % 2 * WEIGHTS);
-        let o = |index: usize| o.wrapping_add(index * UNIT_ROWS * o_row);
         let scores = |index: usize| self.scores(block(index), 0..KEYS / PANEL, p(index));
-        let values = |index: usize| self.values(weights(index), [block(index).len(), KEYS, width], o(index), o_row);
+        let values = |index: usize| {
+            let o = o.wrapping_add(index * UNIT_ROWS * o_row);
+            self.values(weights(index), [block(index).len(), KEYS, width], o, o_row)
+        };
         let products = |product: Multiply<T>| product.steps * product.panels.div_ceil(TOGETHER) * PRODUCTS;
         let (score_products, value_products) = (products(scores(0)), products(values(0)));
         // SAFETY: blocks are 1 to 32 of the rows, of which there are all, and there is room for the scores and weights of two
@@ -102,22 +92,7 @@ impl<T: Real> Unit<'_, T> {
                 let products = if has_before { value_products } else { 0 } + if has_after { score_products } else { 0 };
                 // In one piece, where it stays: a copy would wait for the unit's sums to reach memory, which are older.
                 let mut weighing = Weighing {
-                    softmax: Softmax {
-                        rows: block(index).len(),
-                        first: 0,
-                        end: KEYS,
-                        p: p(index),
-                        m: m.add(index * UNIT_ROWS),
-                        l: l.add(index * UNIT_ROWS * PANEL),
-                        o: o(index),
-                        o_row,
-                        width,
-                        visible: std::ptr::null_mut(),
-                        all_visible: true,
-                        bias: None,
-                        softcap: None,
-                        factor,
-                    },
+                    softmax: all.of_rows(block(index), p(index)),
                     to: weights(index),
                     row: 0,
                     pace: Weighing::<T>::pace(block(index).len(), products),
