@@ -398,7 +398,7 @@ fn numbers_far_from_one_among_many_queries() {
 fn long_items_have_the_bits_of_short_ones() {
     const Q_LEN: usize = 611;
     let mut draws = Seeded(77);
-    for (head_dim, value_dim) in [(64, 64), (40, 72), (16, 16), (130, 40)] {
+    for (head_dim, value_dim) in [(64, 64), (40, 72), (16, 16), (130, 40), (0, 24), (24, 0)] {
         let mut k = draws.array((1, 1, 3 * 64 + 9, head_dim));
         // Scores grow from key to key, by enough to move the reference.
         k.axis_iter_mut(Axis(2)).enumerate().for_each(|(key, mut row)| row *= 1.0 + key as f64);
