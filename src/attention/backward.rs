@@ -19,7 +19,7 @@
 //! Steps and what they share are here, the tile and its products in `backward_tile.rs`.
 //! (FlashAttention-2, Dao 2023, <https://arxiv.org/abs/2307.08691>, with register-sized groups.) Five products for each
 //! visible pair, tiles that nobody sees are skipped, and the sums over the heads of a group are made inside an item. A matrix
-//! unit has all of them, where there is one: see `backward_unit.rs`.
+//! unit has all of them, where there is one: see `backward_unit.rs` and `backward_stage.rs`.
 //! Every sum has one order, whatever the number of threads. Scratch is bounded by the block, see [`crate::Workspace`].
 
 use super::backward_tile::Seen;
@@ -199,8 +199,10 @@ pub(super) struct Queries<'s, T> {
     pub(super) tables: &'s mut TableRoom<T>,
     /// Whether queries and d_context are packed: the unit may have read them where they are.
     packed: bool,
-    /// What they have seen of a tile.
-    pub(super) seen: Seen,
+    /// What the last two blocks of rows have seen of their tiles.
+    pub(super) seen: [Seen; 2],
+    /// Which of them is the last.
+    pub(super) turn: usize,
     /// Whether queries and d_context are finite.
     pub(super) finite: bool,
 }
@@ -253,10 +255,10 @@ impl<T: Element> Backward<'_, '_, T> {
             room,
             tables: &mut tables,
             packed: false,
-            seen: Seen::NOTHING,
+            seen: [Seen::NOTHING; 2],
+            turn: 0,
             finite: true,
         };
-        item.clear_bias();
         for pair in item.pairs() {
             let heads = &self.call.problem.rules.heads;
             let kv_head = heads.read_kv_head(pair.index);
@@ -329,6 +331,16 @@ impl<T: Element> Backward<'_, '_, T> {
             let rows = Rows { entry: pair.entry, kv_head, positions };
             let walk = Walk::of_head(self.forward, self.kernels, rows, head);
             let (visible, keys) = (walk.tiles(), item.keys());
+            if item.begins_bias(pair, step % group)
+                && let Some(mut d_bias) = item.d_bias(pair.entry, head)
+            {
+                // Not all at once: what is cleared here is still in the caches when the step adds to it.
+                match d_bias.nrows() == dims.q_len {
+                    true => d_bias.slice_mut(s![walk.positions(), ..]).fill(T::zero()),
+                    false if start == 0 => d_bias.fill(T::zero()),
+                    false => {}
+                }
+            }
             let tiles = visible.start.max(keys.start / KEYS)..visible.end.min(keys.end.div_ceil(KEYS));
             if tiles.is_empty() && !item.is_first() {
                 continue;
@@ -343,6 +355,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 for tile in tiles {
                     self.tile(&walk, tile, keys.start, block, queries, &mut own);
                 }
+                self.drain(&walk, block, queries, &mut own);
                 if let Some(tables) = &self.tables {
                     tables.end_step(walk.rows(), queries.q, queries.finite, queries.d_q, queries.tables);
                 }

@@ -1,29 +1,27 @@
 //! Backward: a step meets a tile of its block of keys.
 //!
-//! Rows are met in groups of six, and those in blocks: of 32 for the matrix unit, so that what it makes is still in the
-//! first-level cache when the softmax reads it, and what that makes when it is split; else all rows are one.
+//! Rows are met in groups of six, and those in blocks: of 128 for the matrix unit, which are on their way together (see
+//! `backward_stage.rs`); else all rows are one.
 
 use std::ops::Range;
 
 use super::backward::{Backward, Keys, Own, Queries};
-use super::sight::Sight;
+use super::backward_stage::{Lent, PLACE, STAGE_ROWS, Stage};
+use super::sight::{Seeing, Sight};
 use super::tables_backward::Patch;
 use super::walk::Walk;
 use crate::element::Element;
 use crate::kernels::{
-    BackGroup, Dropped, KEYS, MAX_ROWS, PANEL, Product, RowsAndKeys, Scoring, Start, Stride, UNIT_ROWS, Upcoming,
-    Visible,
+    BackGroup, Dropped, KEYS, MAX_ROWS, PANEL, Product, RowsAndKeys, Scoring, Start, Stride, Upcoming, Visible,
+    can_add_to, key_bits,
 };
 use ndarray::{ArrayView1, ArrayViewMut1, ArrayViewMut2, s};
 
 /// Rows of a step at most.
 pub(super) const MAX_TILE: usize = 192;
 
-/// Rows of a block for the matrix unit.
-const UNIT_BLOCK: usize = 2 * UNIT_ROWS;
-
-/// Groups of a step at most.
-const MAX_GROUPS: usize = MAX_TILE / UNIT_BLOCK * UNIT_BLOCK.div_ceil(MAX_ROWS);
+/// Groups of a block at most.
+const MAX_GROUPS: usize = MAX_TILE.div_ceil(MAX_ROWS);
 
 /// A step and a tile of its block of keys.
 struct Place<'w, 'p, 'a, T: 'static> {
@@ -33,56 +31,74 @@ struct Place<'w, 'p, 'a, T: 'static> {
     offset: usize,
 }
 
-/// What a step has seen of a tile.
+/// What a block of rows sees of a tile.
 pub(super) struct Seen {
-    /// Rows of a block.
-    block: usize,
+    /// Rows of the step.
+    rows: Range<usize>,
+    /// Keys of the block before the tile.
+    offset: usize,
+    /// Where p and d of its rows begin.
+    numbers: usize,
     /// For each row, bit j set if it sees key j.
     bits: [u64; MAX_TILE],
-    /// For each group of rows, the panels it sees.
-    panels: [Range<usize>; MAX_GROUPS],
-    /// For each panel, the rows of the groups from the first to the last that see it.
-    rows: [Range<usize>; KEYS / PANEL],
-    /// Whether some pair of the tile is hidden.
-    partial: bool,
+    /// For each group of rows, the panels it sees, and whether its bits say more.
+    groups: [(Range<usize>, bool); MAX_GROUPS],
 }
 
 impl Seen {
-    pub(super) const NOTHING: Self = Self {
-        block: 1,
-        bits: [0; MAX_TILE],
-        panels: [const { 0..0 }; MAX_GROUPS],
-        rows: [const { 0..0 }; KEYS / PANEL],
-        partial: false,
-    };
+    pub(super) const NOTHING: Self =
+        Self { rows: 0..0, offset: 0, numbers: 0, bits: [0; MAX_TILE], groups: [const { (0..0, false) }; MAX_GROUPS] };
 
-    /// Forgets the tile before; the groups that see nothing are told too. Blocks have `block` rows.
-    fn begin(&mut self, block: usize) {
-        (self.block, self.partial) = (block, false);
-        self.rows.fill(0..0);
-    }
-
-    /// Takes up what a group has seen of some panels.
-    fn note(&mut self, group: usize, rows: Range<usize>, panels: Range<usize>, visible: &Visible) {
-        let visible = &visible[..rows.len()];
-        self.partial |= visible.iter().any(|&bits| bits != u64::MAX);
-        self.bits[rows.clone()].copy_from_slice(visible);
-        for seen in &mut self.rows[panels.clone()] {
-            *seen = hull(seen, &rows);
+    /// Takes up what the groups see. False if it is nothing.
+    fn look<T: Element>(&mut self, place: &Place<'_, '_, '_, T>, rows: Range<usize>, seeing: &mut Seeing<'_>) -> bool {
+        let Place { walk, ref keys, offset } = *place;
+        (self.rows, self.offset) = (rows.clone(), offset);
+        let mut any = false;
+        for ((rows, bits), group) in groups(rows).zip(self.bits.chunks_mut(MAX_ROWS)).zip(&mut self.groups) {
+            let whole = rows.end <= walk.run_of_all(seeing, rows.start);
+            let sight = if whole { Some(Sight::WHOLE) } else { walk.sight(seeing, rows, keys.clone()) };
+            let Some(Sight { panels, bits: seen }) = sight else {
+                bits.fill(0);
+                *group = (0..0, false);
+                continue;
+            };
+            any = true;
+            match seen {
+                Some(seen) => bits.copy_from_slice(&seen[..bits.len()]),
+                None => bits.fill(key_bits(panels.start * PANEL, panels.end * PANEL)),
+            }
+            *group = (panels, seen.is_some());
         }
-        self.panels[group] = panels;
+        any
     }
 
-    /// The same of a group that sees nothing.
-    fn note_nothing(&mut self, group: usize, rows: Range<usize>) {
-        self.partial = true;
-        self.bits[rows].fill(0);
-        self.panels[group] = 0..0;
+    /// The groups, each with its rows, counted from the first of the block, and the panels that it sees.
+    fn groups(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        groups(0..self.rows.len()).zip(self.groups.iter().map(|(panels, _)| panels.clone()))
     }
 
-    /// The panels that the groups `groups` see, from the first to the last.
-    fn panels(&self, groups: Range<usize>) -> Range<usize> {
-        self.panels[groups].iter().fold(0..0, |all, panels| hull(&all, panels))
+    /// The rows of the groups from the first to the last that see a panel.
+    fn seeing(&self, panel: usize) -> Range<usize> {
+        let groups = self.groups().filter(|(_, panels)| panels.contains(&panel));
+        groups.fold(0..0, |all, (rows, _)| hull(&all, &rows))
+    }
+
+    /// Whether some pair of the tile is hidden.
+    fn is_partial(&self) -> bool {
+        self.bits().iter().any(|&bits| bits != u64::MAX)
+    }
+
+    /// The numbers of p or d of some rows, counted from the first of the block.
+    fn numbers(&self, rows: Range<usize>) -> Range<usize> {
+        self.numbers + rows.start * KEYS..self.numbers + rows.end * KEYS
+    }
+
+    fn bits(&self) -> &[u64] {
+        &self.bits[..self.rows.len()]
+    }
+
+    pub(super) fn bits_mut(&mut self) -> &mut [u64] {
+        &mut self.bits[..self.rows.len()]
     }
 }
 
@@ -90,11 +106,6 @@ impl Seen {
 fn groups(block: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = block.end;
     block.step_by(MAX_ROWS).map(move |row| row..end.min(row + MAX_ROWS))
-}
-
-/// Blocks of `block` of some rows.
-fn blocks(rows: usize, block: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..rows).step_by(block.max(1)).map(move |row| row..rows.min(row + block))
 }
 
 impl<T: Element> Backward<'_, '_, T> {
@@ -110,75 +121,170 @@ impl<T: Element> Backward<'_, '_, T> {
     ) {
         let keys = tile * KEYS..self.size.dims.kv_len.min((tile + 1) * KEYS);
         let place = Place { walk, offset: keys.start - first_key, keys };
-        self.scores(&place, block, queries, own);
-        let (rows, offset) = (walk.rows(), place.offset);
-        if block.unit.as_mut().is_some_and(|unit| unit.gradients(rows, queries.d_q)) {
-            return;
+        let all = walk.rows();
+        let mut seeing = walk.seeing(place.keys.clone(), walk.whole_tiles().contains(&tile));
+        // Rows that do not fit the unit need the panels as they are.
+        if !block.unit.as_ref().is_some_and(|unit| unit.has_rows()) {
+            self.pack_keys(block);
         }
-        self.pack(walk, queries);
-        self.pack_keys(block);
-        block.begin();
-        if queries.seen.partial && !(block.finite && queries.finite) {
-            return self.pairs(rows, offset, block, queries);
+        let (block_rows, place_len) = if block.unit.is_some() { (STAGE_ROWS, PLACE) } else { (all, 0) };
+        for first in (0..all).step_by(block_rows.max(1)) {
+            let rows = first..all.min(first + block_rows);
+            let sees = rows.start.max(seeing.some.start) < rows.end.min(seeing.some.end);
+            let turn = 1 - queries.turn;
+            queries.seen[turn].numbers = turn * place_len;
+            if sees && queries.seen[turn].look(&place, rows, &mut seeing) {
+                queries.turn = turn;
+                self.block(&place, block, queries, own);
+            }
         }
-        self.to_keys(offset, block, queries);
-        self.to_queries(rows, offset, block, queries);
     }
 
-    /// Probabilities and gradients of a tile.
-    fn scores(
+    /// A block of rows, of which `queries.seen` says what they see.
+    fn block(
         &self,
         place: &Place<'_, '_, '_, T>,
         block: &mut Keys<'_, T>,
         queries: &mut Queries<'_, T>,
         own: &mut Own<'_, T>,
     ) {
-        let Place { walk, ref keys, offset } = *place;
-        let tile = keys.start / KEYS;
-        let all = walk.rows();
-        let block_rows = if block.unit.is_some() { UNIT_BLOCK } else { all };
-        queries.seen.begin(block_rows);
-        let mut seeing = walk.seeing(keys.clone(), walk.whole_tiles().contains(&tile));
-        // Rows that do not fit the unit need the panels as they are.
-        if !block.unit.as_ref().is_some_and(|unit| unit.has_rows()) {
-            self.pack_keys(block);
+        let offset = place.offset;
+        let seen = &queries.seen[queries.turn];
+        let stage = Stage::new(seen.rows.clone(), [offset, place.keys.start], queries.turn, seen.bits());
+        let Some(unit) = &mut block.unit else {
+            self.softmax_of_groups(place, queries.turn, false, block, queries, own);
+            return self.gradients(place.walk, queries.turn, block, queries);
+        };
+        if self.flows(place, own) && unit.has_rows() && unit.makes_scores(offset) && unit.makes_gradients(offset) {
+            return self.advance(Some(stage), place.walk, block, queries, own);
         }
-        if let Some(unit) = &mut block.unit {
-            unit.begin(offset);
+        self.drain(place.walk, block, queries, own);
+        let Some(unit) = &mut block.unit else { return };
+        let by_unit = unit.makes_scores(offset);
+        if by_unit {
+            let operands = [[&*queries.q, &*queries.d_context], [&*block.key_panels, &*block.value_panels]];
+            unit.scores(&stage, place.walk.rows(), operands, [queries.p, queries.d]);
         }
-        let mut group = 0;
-        for rows in blocks(all, block_rows) {
-            let sees = rows.start.max(seeing.some.start) < rows.end.min(seeing.some.end);
-            let Queries { q, d_context, p, d, .. } = &mut *queries;
-            let panels = [&*block.key_panels, &*block.value_panels];
-            let mut unit = block.unit.as_mut().filter(|_| sees);
-            let by_unit =
-                unit.as_mut().is_some_and(|unit| unit.products(all, rows.clone(), [q, d_context], panels, [p, d]));
-            let first = group;
-            for rows in groups(rows.clone()) {
-                let whole = rows.end <= walk.run_of_all(&mut seeing, rows.start);
-                let sight = if whole { Some(Sight::WHOLE) } else { walk.sight(&seeing, rows.clone(), keys.clone()) };
-                if let Some(sight) = sight {
-                    if !by_unit {
-                        self.pack(walk, queries);
-                        self.pack_keys(block);
-                        self.products(rows.clone(), offset, &sight.panels, block, queries);
-                    }
-                    let visible = self.softmax(place, rows.clone(), &sight, queries, own);
-                    queries.seen.note(group, rows, sight.panels, &visible);
-                    if let Some(unit) = block.unit.as_mut().filter(|_| by_unit) {
-                        unit.stay_awake();
-                    }
-                } else {
-                    let numbers = rows.start * KEYS..rows.end * KEYS;
-                    queries.p[numbers.clone()].fill(T::zero());
-                    queries.d[numbers].fill(T::zero());
-                    queries.seen.note_nothing(group, rows);
-                }
-                group += 1;
+        self.softmax_of_groups(place, queries.turn, by_unit, block, queries, own);
+        if let Some(unit) = block.unit.as_mut().filter(|unit| unit.makes_gradients(offset))
+            && unit.split(&stage, [queries.p, queries.d])
+        {
+            return unit.gradients(&stage, queries.d_q);
+        }
+        self.gradients(place.walk, queries.turn, block, queries);
+    }
+
+    /// Whether the stages of the matrix unit may be on their way together: the softmax is all that becomes of their scores, and
+    /// biases and their gradients are lines of memory.
+    fn flows(&self, place: &Place<'_, '_, '_, T>, own: &Own<'_, T>) -> bool {
+        let (rules, Place { walk, keys, .. }) = (&self.call.problem.rules, place);
+        let lines = walk.bias_lines(0, keys.start).is_some() && keys.len() == KEYS;
+        let sums = own.d_bias.as_ref().is_none_or(|sums| sums.nrows() == self.size.dims.q_len && can_add_to(sums));
+        self.tables.is_none() && rules.softcap.is_none() && (rules.bias.is_none() || lines && sums)
+    }
+
+    /// The stages of the matrix unit move on by one, and `next` is the first of them.
+    fn advance(
+        &self,
+        next: Option<Stage>,
+        walk: &Walk<'_, '_, T>,
+        block: &mut Keys<'_, T>,
+        queries: &mut Queries<'_, T>,
+        own: &mut Own<'_, T>,
+    ) {
+        let Some(unit) = &mut block.unit else { return };
+        let rules = &self.call.problem.rules;
+        let stage = unit.next();
+        let lent = Lent {
+            all: walk.rows(),
+            packed: [queries.q, queries.d_context],
+            panels: [block.key_panels, block.value_panels],
+            products: [queries.p, queries.d],
+            d_q: queries.d_q,
+            lse: queries.lse,
+            delta: queries.delta,
+            visible: queries.seen.each_mut().map(Seen::bits_mut),
+            factor: rules.scale,
+            bias: stage.and_then(|stage| walk.bias_lines(stage.rows.start, stage.first_key)),
+            d_bias: stage.and_then(|stage| {
+                let rows = walk.positions().start + stage.rows.start..walk.positions().start + stage.rows.end;
+                own.d_bias.as_mut().map(|sums| sums.slice_mut(s![rows, stage.offset..stage.offset + KEYS]))
+            }),
+            drops: rules.dropout.as_ref().map(|dropout| (&queries.row_keys[..], dropout.drops)),
+            z: queries.room.z,
+        };
+        if let Some(stage) = unit.advance(next, lent) {
+            let keys = stage.first_key..self.size.dims.kv_len.min(stage.first_key + KEYS);
+            let place = Place { walk, keys, offset: stage.offset };
+            // Those of the bias have been added already.
+            let mut others = Own { d_bias: None, ..*own };
+            self.softmax_of_groups(&place, stage.place, true, block, queries, &mut others);
+            self.gradients(walk, stage.place, block, queries);
+        }
+    }
+
+    /// The stages that are on their way come to their end.
+    pub(super) fn drain(
+        &self,
+        walk: &Walk<'_, '_, T>,
+        block: &mut Keys<'_, T>,
+        queries: &mut Queries<'_, T>,
+        own: &mut Own<'_, T>,
+    ) {
+        while block.unit.as_ref().is_some_and(|unit| unit.is_busy()) {
+            self.advance(None, walk, block, queries, own);
+        }
+    }
+
+    /// The gradients of a block by multiply-adds, from what `queries.seen` has of its turn.
+    fn gradients(&self, walk: &Walk<'_, '_, T>, turn: usize, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
+        self.pack(walk, queries);
+        self.pack_keys(block);
+        block.begin();
+        // Out of the way, and back in the end.
+        let seen = std::mem::replace(&mut queries.seen[turn], Seen::NOTHING);
+        if seen.is_partial() && !(block.finite && queries.finite) {
+            self.pairs(&seen, block, queries);
+        } else {
+            self.to_keys(&seen, block, queries);
+            self.to_queries(&seen, block, queries);
+        }
+        queries.seen[turn] = seen;
+    }
+
+    /// Probabilities and gradients of a block, group by group. `has_products` says that these are there.
+    fn softmax_of_groups(
+        &self,
+        place: &Place<'_, '_, '_, T>,
+        turn: usize,
+        has_products: bool,
+        block: &mut Keys<'_, T>,
+        queries: &mut Queries<'_, T>,
+        own: &mut Own<'_, T>,
+    ) {
+        let offset = place.offset;
+        for index in 0..queries.seen[turn].rows.len().div_ceil(MAX_ROWS) {
+            let seen = &queries.seen[turn];
+            let of_block = index * MAX_ROWS..seen.rows.len().min((index + 1) * MAX_ROWS);
+            let rows = seen.rows.start + of_block.start..seen.rows.start + of_block.end;
+            let ((panels, partial), numbers) = (seen.groups[index].clone(), seen.numbers(of_block.clone()));
+            if panels.is_empty() {
+                queries.p[numbers.clone()].fill(T::zero());
+                queries.d[numbers].fill(T::zero());
+                continue;
             }
+            if !has_products {
+                self.pack(place.walk, queries);
+                self.pack_keys(block);
+                self.products(rows.clone(), numbers.start, offset, &panels, block, queries);
+            }
+            let mut bits = [0; MAX_ROWS];
+            bits[..rows.len()].copy_from_slice(&queries.seen[turn].bits[of_block.clone()]);
+            let sight = Sight { panels, bits: partial.then_some(bits) };
+            let visible = self.softmax(place, rows, numbers, &sight, queries, own);
+            queries.seen[turn].bits[of_block.clone()].copy_from_slice(&visible[..of_block.len()]);
             if let Some(unit) = &mut block.unit {
-                unit.split(rows, queries.seen.panels(first..group), [queries.p, queries.d]);
+                unit.stay_awake();
             }
         }
     }
@@ -187,6 +293,7 @@ impl<T: Element> Backward<'_, '_, T> {
     fn products(
         &self,
         rows: Range<usize>,
+        to: usize,
         offset: usize,
         panels: &Range<usize>,
         block: &Keys<'_, T>,
@@ -203,7 +310,7 @@ impl<T: Element> Backward<'_, '_, T> {
                 b: &b[(offset + first) * k..],
                 b_panel: PANEL * k,
                 b_k: PANEL,
-                c: &mut c[rows.start * KEYS + first..],
+                c: &mut c[to + first..],
                 c_row: KEYS,
                 start: Start::Zero,
             });
@@ -217,13 +324,13 @@ impl<T: Element> Backward<'_, '_, T> {
         &self,
         place: &Place<'_, '_, '_, T>,
         rows: Range<usize>,
+        numbers: Range<usize>,
         Sight { panels, bits }: &Sight,
         queries: &mut Queries<'_, T>,
         own: &mut Own<'_, T>,
     ) -> Visible {
         let Place { walk, ref keys, offset } = *place;
         let rules = &self.call.problem.rules;
-        let numbers = rows.start * KEYS..rows.end * KEYS;
         let (p, d) = (&mut queries.p[numbers.clone()], &mut queries.d[numbers]);
         let columns = panels.start * PANEL..keys.len().min(panels.end * PANEL);
         let patch = Patch { walk, rows: rows.clone(), first_key: keys.start, columns: columns.clone() };
@@ -256,16 +363,16 @@ impl<T: Element> Backward<'_, '_, T> {
     }
 
     /// `d_v += p^T d_context` and `d_k += d^T q`, up to six keys at a time.
-    fn to_keys(&self, offset: usize, block: &mut Keys<'_, T>, queries: &Queries<'_, T>) {
-        let seen = &queries.seen;
+    fn to_keys(&self, seen: &Seen, block: &mut Keys<'_, T>, queries: &Queries<'_, T>) {
         let [k_width, v_width] = self.size.widths();
-        let end = (0..KEYS / PANEL).rfind(|&panel| !seen.rows[panel].is_empty()).map_or(0, |panel| (panel + 1) * PANEL);
+        let seeing: [_; KEYS / PANEL] = std::array::from_fn(|panel| seen.seeing(panel));
+        let end = (0..KEYS / PANEL).rfind(|&panel| !seeing[panel].is_empty()).map_or(0, |panel| (panel + 1) * PANEL);
         // Strips of nearly the same height: of 64 keys, four would be left, too few to keep the multipliers busy.
         let strips = end.div_ceil(MAX_ROWS);
         for strip in 0..strips {
             let strip = end * strip / strips..end * (strip + 1) / strips;
             let first = strip.start;
-            let seeing = hull(&seen.rows[first / PANEL], &seen.rows[(strip.end - 1) / PANEL]);
+            let seeing = hull(&seeing[first / PANEL], &seeing[(strip.end - 1) / PANEL]);
             if seeing.is_empty() {
                 continue;
             }
@@ -274,12 +381,12 @@ impl<T: Element> Backward<'_, '_, T> {
                     rows: strip.len(),
                     n: width,
                     k: seeing.len(),
-                    a: &a[seeing.start * KEYS + first..],
+                    a: &a[seen.numbers(seeing.clone())][first..],
                     a_stride: Stride::Columns(KEYS),
-                    b: &b[seeing.start * width..],
+                    b: &b[(seen.rows.start + seeing.start) * width..],
                     b_panel: PANEL,
                     b_k: width,
-                    c: &mut c[(offset + first) * width..],
+                    c: &mut c[(seen.offset + first) * width..],
                     c_row: width,
                     start: Start::Add,
                 });
@@ -290,41 +397,40 @@ impl<T: Element> Backward<'_, '_, T> {
     }
 
     /// `d_q += d keys`, six rows at a time.
-    fn to_queries(&self, rows: usize, offset: usize, block: &Keys<'_, T>, queries: &mut Queries<'_, T>) {
-        let seen = &queries.seen;
+    fn to_queries(&self, seen: &Seen, block: &Keys<'_, T>, queries: &mut Queries<'_, T>) {
         let [width, _] = self.size.widths();
-        for (rows, panels) in blocks(rows, seen.block).flat_map(groups).zip(&seen.panels) {
+        for (rows, panels) in seen.groups() {
             let first = panels.start * PANEL;
             self.kernels.multiply(Product {
                 rows: rows.len(),
                 n: if panels.is_empty() { 0 } else { width },
                 k: panels.len() * PANEL,
-                a: &queries.d[rows.start * KEYS + first..],
+                a: &queries.d[seen.numbers(rows.clone())][first..],
                 a_stride: Stride::Rows(KEYS),
-                b: &block.keys[(offset + first) * width..],
+                b: &block.keys[(seen.offset + first) * width..],
                 b_panel: PANEL,
                 b_k: width,
-                c: &mut queries.d_q[rows.start * width..],
+                c: &mut queries.d_q[(seen.rows.start + rows.start) * width..],
                 c_row: width,
                 start: Start::Add,
             });
         }
     }
 
-    /// The three products of a tile with something that is not finite: hidden pairs are left out.
-    fn pairs(&self, rows: usize, offset: usize, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
-        let seen = &queries.seen;
+    /// The three products of a block with something that is not finite: hidden pairs are left out.
+    fn pairs(&self, seen: &Seen, block: &mut Keys<'_, T>, queries: &mut Queries<'_, T>) {
         let [k_width, v_width] = self.size.widths();
+        let (first, numbers) = (seen.rows.start, seen.numbers(0..seen.rows.len()));
         self.kernels.pairs(&mut RowsAndKeys {
-            visible: &seen.bits[..rows],
-            p: queries.p,
-            d: queries.d,
-            d_context: queries.d_context,
-            q: queries.q,
-            k: &block.keys[offset * k_width..],
-            d_v: &mut block.d_v[offset * v_width..],
-            d_k: &mut block.d_k[offset * k_width..],
-            d_q: queries.d_q,
+            visible: seen.bits(),
+            p: &queries.p[numbers.clone()],
+            d: &queries.d[numbers],
+            d_context: &queries.d_context[first * v_width..],
+            q: &queries.q[first * k_width..],
+            k: &block.keys[seen.offset * k_width..],
+            d_v: &mut block.d_v[seen.offset * v_width..],
+            d_k: &mut block.d_k[seen.offset * k_width..],
+            d_q: &mut queries.d_q[first * k_width..],
             k_width,
             v_width,
         });

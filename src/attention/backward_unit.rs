@@ -20,36 +20,22 @@
 //! Where something does not fit the unit (see `kernels/matrix.rs`), a tile is met as in `backward_tile.rs`; the sums of both
 //! ways are added in the end. Products of 32 rows and 32 keys that see nothing of each other are left out.
 
-use std::ops::Range;
-
-use super::backward_tile::MAX_TILE;
+use super::backward_stage::{PLACES, Stage};
 use super::problem::Dims;
 use crate::element::Element;
 use crate::kernels::{
-    Extent, KEYS, Kernels, MatrixUnit, PANEL, STEP, SplitFactors, SplitQueries, Squares, Start, UNIT_ROWS, UnitProduct,
-    clear_keys, split_keys_len, split_panel_len, split_rows_len,
+    KEYS, Kernels, MatrixUnit, PAIRS, PANEL, RETURNED_PANELS, RETURNED_ROWS, STEP, clear_keys, split_keys_len,
+    split_panel_len, split_rows_len,
 };
 use ndarray::{ArrayView2, ShapeBuilder, s};
-
-/// Blocks of 32 rows of a step at most.
-const BLOCKS: usize = MAX_TILE / UNIT_ROWS;
-
-/// Pairs of panels of a tile: as many columns as the unit has registers for, and as many terms as an instruction adds up.
-const PAIRS: usize = KEYS / STEP;
-
-/// Panels of a pair.
-const BOTH: usize = STEP / PANEL;
-
-/// Numbers of a block of 32 rows and 32 terms, split as rows.
-const SQUARE: usize = split_rows_len(UNIT_ROWS, STEP);
 
 /// How large the operands are.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct UnitSize {
     /// `head_dim` and `value_dim`.
-    dims: [usize; 2],
+    pub(super) dims: [usize; 2],
     /// Of a step.
-    rows: usize,
+    pub(super) rows: usize,
     /// Of a block of keys.
     tiles: usize,
 }
@@ -61,17 +47,12 @@ impl UnitSize {
     }
 
     /// Widths of packed rows: both, rounded up to a multiple of 16.
-    fn widths(&self) -> [usize; 2] {
+    pub(super) fn widths(&self) -> [usize; 2] {
         self.dims.map(|dim| dim.next_multiple_of(PANEL))
     }
 
-    /// Numbers from a panel of p or d to the next.
-    fn panel(&self) -> usize {
-        split_panel_len(self.rows)
-    }
-
     /// Numbers of the columns of a tile of keys.
-    fn columns(&self) -> usize {
+    pub(super) fn columns(&self) -> usize {
         split_panel_len(KEYS).saturating_mul(self.dims[0].div_ceil(PANEL))
     }
 
@@ -88,9 +69,9 @@ impl UnitSize {
             split_rows_len(k, rows),
             split_rows_len(v, rows),
             turned,
-            self.panel().saturating_mul(KEYS / PANEL),
-            self.panel().saturating_mul(KEYS / PANEL),
-            rows.div_ceil(UNIT_ROWS).saturating_mul(PAIRS * SQUARE),
+            PLACES * RETURNED_PANELS,
+            PLACES * RETURNED_PANELS,
+            PLACES * RETURNED_ROWS,
             of_tiles(k.saturating_mul(KEYS)),
             of_tiles(v.saturating_mul(KEYS)),
         ]
@@ -104,45 +85,35 @@ impl UnitSize {
 
 /// The operands of a block of keys and of a step, and sums.
 pub(super) struct UnitRoom<'s, T: 'static> {
-    kernels: &'static Kernels<T>,
-    size: UnitSize,
+    pub(super) kernels: &'static Kernels<T>,
+    pub(super) size: UnitSize,
     /// Q and d_O.
-    rows: [&'s mut [T]; 2],
+    pub(super) rows: [&'s mut [T]; 2],
     /// K and V.
-    keys: [&'s mut [T]; 2],
-    key_columns: &'s mut [T],
+    pub(super) keys: [&'s mut [T]; 2],
+    pub(super) key_columns: &'s mut [T],
     /// Q^T and d_O^T.
-    row_columns: [&'s mut [T]; 2],
+    pub(super) row_columns: [&'s mut [T]; 2],
     turned: &'s mut [T],
-    /// p and d.
-    weights: [&'s mut [T]; 2],
-    d_rows: &'s mut [T],
+    /// p and d, of two stages.
+    pub(super) weights: [&'s mut [T]; 2],
+    pub(super) d_rows: &'s mut [T],
     /// d_k and d_v.
-    sums: [&'s mut [T]; 2],
-    unit: MatrixUnit<'static, T>,
+    pub(super) sums: [&'s mut [T]; 2],
+    pub(super) unit: MatrixUnit<'static, T>,
     /// Keys of the block that are seen.
-    seen: usize,
+    pub(super) seen: usize,
     /// Bit i is set if the unit may multiply tile i: for scores, and for gradients of queries.
-    scores_fit: u64,
-    columns_fit: u64,
+    pub(super) scores_fit: u64,
+    pub(super) columns_fit: u64,
     /// The same for the rows of the step, and for both of their transposes.
-    rows_fit: [bool; 2],
-    row_columns_fit: bool,
-    tile: Tile,
+    pub(super) rows_fit: [bool; 2],
+    pub(super) row_columns_fit: bool,
+    /// The stage that goes back through the softmax next, and the one that has.
+    pub(super) next: Option<Stage>,
+    pub(super) done: Option<Stage>,
     /// Of each tile and pair of panels, a bit that says whether its sums have begun.
-    begun: u64,
-}
-
-/// What is known of the tile that the step meets.
-#[derive(Debug, Clone, Copy, Default)]
-struct Tile {
-    index: usize,
-    /// Whether p and d are split.
-    splits: bool,
-    /// Which pairs of panels each block of rows sees something of.
-    sees: [[bool; PAIRS]; BLOCKS],
-    /// How large p and d are.
-    extents: [Extent; 2],
+    pub(super) begun: u64,
 }
 
 impl<'s, T: Element> UnitRoom<'s, T> {
@@ -173,7 +144,8 @@ impl<'s, T: Element> UnitRoom<'s, T> {
             columns_fit: 0,
             rows_fit: [false; 2],
             row_columns_fit: false,
-            tile: Tile::default(),
+            next: None,
+            done: None,
             begun: 0,
         })
     }
@@ -292,153 +264,6 @@ impl<'s, T: Element> UnitRoom<'s, T> {
         self.row_columns_fit && self.rows_fit == [true; 2]
     }
 
-    /// Before a step meets the tile at key `offset` of the block.
-    pub(super) fn begin(&mut self, offset: usize) {
-        let index = offset / KEYS;
-        // So few queries would leave the unit idle.
-        let enough = self.size.rows >= UNIT_ROWS;
-        let splits = enough && self.row_columns_fit && self.columns_fit >> index & 1 == 1;
-        self.tile = Tile { index, splits, ..Tile::default() };
-    }
-
-    /// `p = q k^T` and `d = d_o v^T` of a block of the `all` rows of a step, `packed`, and the tile, where the panels of the block
-    /// of keys are given. False if the unit may not multiply the tile.
-    pub(super) fn products(
-        &mut self,
-        all: usize,
-        rows: Range<usize>,
-        packed: [&[T]; 2],
-        panels: [&[T]; 2],
-        to: [&mut [T]; 2],
-    ) -> bool {
-        let (tile, offset) = (self.tile.index, self.tile.index * KEYS);
-        if self.scores_fit >> tile & 1 == 0 {
-            return false;
-        }
-        for (i, to) in to.into_iter().enumerate() {
-            let head_dim = self.size.dims[i];
-            let factors = SplitFactors {
-                q: packed[i],
-                q_row: self.size.widths()[i],
-                head_dim,
-                queries: SplitQueries::new(self.rows[i], all, self.rows_fit[i]),
-                panels: KEYS.min(self.seen - offset).div_ceil(PANEL),
-                keys: &panels[i][offset * head_dim..],
-                split: &self.keys[i][tile * split_keys_len(head_dim)..],
-            };
-            for row in rows.clone().step_by(UNIT_ROWS) {
-                let rows = row..rows.end.min(row + UNIT_ROWS);
-                self.kernels.unit_products(&mut self.unit, &factors, rows, &mut to[row * KEYS..]);
-            }
-        }
-        true
-    }
-
-    /// Keeps the unit from falling asleep between its products.
-    pub(super) fn stay_awake(&mut self) {
-        self.unit.stay_awake();
-    }
-
-    /// Splits what a block of rows has made of p and d, `[rows][64]` of the step, if it sees some of the panels.
-    pub(super) fn split(&mut self, rows: Range<usize>, panels: Range<usize>, from: [&[T]; 2]) {
-        if !self.tile.splits || panels.is_empty() {
-            return;
-        }
-        let panel = self.size.panel();
-        for (row, pair) in rows
-            .clone()
-            .step_by(UNIT_ROWS)
-            .flat_map(|row| (panels.start / BOTH..panels.end.div_ceil(BOTH)).map(move |pair| (row, pair)))
-        {
-            let block = row / UNIT_ROWS;
-            self.tile.sees[block][pair] = true;
-            for (i, from) in from.into_iter().enumerate() {
-                let to = Squares {
-                    panels: &mut self.weights[i][pair * BOTH * panel + block * split_panel_len(STEP)..],
-                    panel,
-                    // Only the gradients of products are multiplied with keys.
-                    rows: (i == 1).then_some(&mut self.d_rows[(block * PAIRS + pair) * SQUARE..]),
-                };
-                let extent =
-                    self.unit.split_square(UNIT_ROWS.min(rows.end - row), &from[row * KEYS + pair * STEP..], KEYS, to);
-                self.tile.extents[i] = self.tile.extents[i].and(extent);
-            }
-        }
-    }
-
-    /// The three products of the gradients of `rows` rows and the tile, from what was split. False if the unit may not multiply
-    /// all of it, and then nothing is added to.
-    pub(super) fn gradients(&mut self, rows: usize, d_q: &mut [T]) -> bool {
-        if !self.tile.splits || !self.tile.extents.iter().all(|extent| extent.fits()) {
-            return false;
-        }
-        self.add_to_queries(rows, d_q);
-        self.add_to_keys();
-        true
-    }
-
-    /// `d_q += d K`
-    fn add_to_queries(&mut self, rows: usize, d_q: &mut [T]) {
-        let [width, _] = self.size.widths();
-        for (block, sees) in self.tile.sees.iter().enumerate() {
-            let pairs = span(sees.iter().copied());
-            if pairs.is_empty() {
-                continue;
-            }
-            self.unit.multiply(UnitProduct {
-                rows: UNIT_ROWS.min(rows - block * UNIT_ROWS),
-                panels: width / PANEL,
-                steps: pairs.len(),
-                a: &self.d_rows[(block * PAIRS + pairs.start) * SQUARE..],
-                a_part: UNIT_ROWS * PANEL,
-                b: &self.key_columns[self.tile.index * self.size.columns() + pairs.start * split_panel_len(STEP)..],
-                b_panel: split_panel_len(KEYS),
-                c: &mut d_q[block * UNIT_ROWS * width..],
-                c_row: width,
-                start: Start::Add,
-            });
-        }
-    }
-
-    /// `d_v += d_O^T p` and `d_k += Q^T d`
-    fn add_to_keys(&mut self) {
-        let (panel, Tile { index, sees, .. }) = (self.size.panel(), self.tile);
-        for pair in 0..PAIRS {
-            let blocks = span(sees.iter().map(|sees| sees[pair]));
-            for block in blocks.clone().filter(|&block| !sees[block][pair]) {
-                for weights in &mut self.weights {
-                    for i in 0..BOTH {
-                        let at = (pair * BOTH + i) * panel + block * split_panel_len(STEP);
-                        weights[at..][..split_panel_len(STEP)].fill(T::zero());
-                    }
-                }
-            }
-            if blocks.is_empty() {
-                continue;
-            }
-            let bit = begun(index, pair);
-            let start = if self.begun & bit == 0 { Start::Zero } else { Start::Add };
-            self.begun |= bit;
-            let operands = self.row_columns.iter().zip(self.weights.iter().rev()).zip(&mut self.sums);
-            for (((a, b), c), dim) in operands.zip(self.size.dims) {
-                for first in (0..dim).step_by(UNIT_ROWS) {
-                    self.unit.multiply(UnitProduct {
-                        rows: UNIT_ROWS.min(dim - first),
-                        panels: BOTH,
-                        steps: blocks.len(),
-                        a: &a[blocks.start * split_rows_len(dim, STEP) + first * PANEL..],
-                        a_part: dim * PANEL,
-                        b: &b[pair * BOTH * panel + blocks.start * split_panel_len(STEP)..],
-                        b_panel: panel,
-                        c: &mut c[(index * dim + first) * KEYS + pair * STEP..],
-                        c_row: KEYS,
-                        start,
-                    });
-                }
-            }
-        }
-    }
-
     /// Writes the sums to the gradients of keys and values, `[keys][width]`, or adds them. False if there are none.
     pub(super) fn give_keys(&mut self, to: [&mut [T]; 2], add: bool) -> bool {
         if self.begun == 0 {
@@ -468,12 +293,6 @@ impl<'s, T: Element> UnitRoom<'s, T> {
 }
 
 /// The bit of the sums of a tile and pair of panels.
-fn begun(tile: usize, pair: usize) -> u64 {
+pub(super) fn begun(tile: usize, pair: usize) -> u64 {
     1 << (tile * PAIRS + pair)
-}
-
-/// From the first to the last that are.
-fn span(all: impl DoubleEndedIterator<Item = bool> + ExactSizeIterator + Clone) -> Range<usize> {
-    let first = all.clone().position(|is| is).unwrap_or(0);
-    first..all.clone().rposition(|is| is).map_or(first, |last| last + 1)
 }

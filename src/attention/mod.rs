@@ -28,6 +28,7 @@
 // `backward_tile.rs`. `dense.rs` is the path with weights.
 
 mod backward;
+mod backward_stage;
 mod backward_tile;
 mod backward_unit;
 mod bias;

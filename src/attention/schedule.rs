@@ -3,6 +3,7 @@
 //! Cuts depend on shapes only. A row's result does not depend on the cut either: it meets the same keys in the same
 //! order whichever rows share its item.
 
+use super::backward_stage::STAGE_ROWS;
 use super::backward_tile::MAX_TILE;
 use super::problem::Dims;
 use crate::kernels::{KEYS, MAX_ROWS, UNIT_ROWS};
@@ -53,7 +54,7 @@ const MOST_KEY_NUMBERS: usize = 160 * 1024;
 const MOST_KEYS: usize = 256;
 
 /// Keys of a block for the matrix unit, for which queries are split besides, at any width: 1.01 to 1.05 of the time with 256, and
-/// 0.98 to 1.01 with 1024, which leave fewer items (8 heads of 64 numbers, 16 of 128, 1024 queries and keys).
+/// 0.97 to 1.00 with 1024, which leave fewer items (8 heads of 64 numbers, 16 of 128, 1024 queries and keys).
 const UNIT_KEYS: usize = 512;
 
 /// Keys of a work item of backward: a multiple of 64. `unit` says that the matrix unit multiplies.
@@ -69,9 +70,9 @@ pub(crate) fn key_block(dims: &Dims, unit: bool) -> usize {
 /// cache of 48 KiB for the products that read them.
 const MOST_QUERY_NUMBERS: usize = 6 * 1024;
 
-/// Query positions of a step for the matrix unit, which reads its operands from the second-level cache too: 1.01 to 1.02 of the time
-/// with 96, 1.00 to 1.02 with 192.
-const UNIT_TILE: usize = 4 * UNIT_ROWS;
+/// Query positions of a step for the matrix unit, which reads its operands from the second-level cache too: as many as a stage has
+/// (see `backward_stage.rs`). 1.00 to 1.01 of the time with 192 and stages as long, 0.99 to 1.01 with 256 and two stages.
+const UNIT_TILE: usize = STAGE_ROWS;
 
 /// Query positions of a step of backward; `wish` is the caller's. `unit` says that the matrix unit multiplies: it adds up whole
 /// blocks of its rows, so that a sum has the same bits whatever the wish.

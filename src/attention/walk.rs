@@ -256,7 +256,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             .then(|| self.kernels.split_queries(queries, [self.rows, dims.head_dim, dims.head_dim], split_queries));
         let queries = Asking { rows: queries, split: split.flatten() };
         let whole = self.whole_tiles();
-        let asks = self.rows > 1 || dims.kv_numbers() > HOT_NUMBERS;
+        // What is copied and split for the unit in between leaves the CPU time to guess: asked for besides, it comes later.
+        let asks = !self.unit && (self.rows > 1 || dims.kv_numbers() > HOT_NUMBERS);
         // Dense rules hide keys of any tile.
         let simple = self.at_once() && !self.mask.is_dense();
         for tile in tiles.clone() {
@@ -265,7 +266,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             // Also beyond the last of these tiles: this thread or another will want it soon.
             let more = tile + 1 < visible.end;
             let next = if more { Some(Coming { entry, kv_head, keys: keys_of(tile + 1) }) } else { after.take() };
-            let step = Step { keys: keys_of(tile), next: next.filter(|_| asks), output: self.output.filter(|_| last) };
+            let step = Step {
+                keys: keys_of(tile),
+                next: next.filter(|_| asks),
+                output: self.output.filter(|_| last && !self.unit),
+            };
             if simple && whole.contains(&tile) && self.whole_tile(&step, queries, state, room) {
                 continue;
             }
@@ -277,7 +282,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
     /// Whether rows that see all of a tile can meet it at once.
     fn at_once(&self) -> bool {
         let Rules { bias, dropout, relative_keys, .. } = self.call.rules;
-        self.lines.is_some() == bias.is_some() && dropout.is_none() && relative_keys.is_none()
+        self.lines.is_some() == bias.is_some() && (dropout.is_none() || self.unit) && relative_keys.is_none()
     }
 
     /// Meets the keys of one tile that all rows see, as most tiles are: what [`Walk::tile`] does then, without a question of
@@ -290,19 +295,29 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         state: &mut State<'_, T>,
         room: &mut TileRoom<'_, T>,
     ) -> bool {
-        let TileRoom { keys, values, split, rows: RowsRoom { scores, weights, .. } } = room;
+        let TileRoom { keys, values, split, rows: RowsRoom { scores, weights, row_keys, .. } } = room;
         let groups = self.rows.div_ceil(MAX_ROWS);
         let from = self.unpack(step, groups, [keys, values], split, weights);
         let tile = self.key_tile(from, step.output, 0..KEYS / PANEL, 0, groups);
-        self.meet_at_once(&tile, step.keys.start, self.group(0..self.rows, queries, state, [scores, weights]), 0)
+        let all = self.group(0..self.rows, queries, state, [scores, weights]);
+        self.meet_at_once(&tile, step.keys.start, all, (0, row_keys))
     }
 
-    /// [`Kernels::attend_rows`] with the rules of the walk: `rows` from `row` on meet the tile whose first key is `first`.
+    /// [`Kernels::attend_rows`] with the rules of the walk: `rows` from `row` on meet the tile whose first key is `first`. With the
+    /// keys of the generator for all rows of the walk, if there is dropout.
     #[inline(always)]
-    fn meet_at_once(&self, tile: &KeyTile<'_, T>, first: usize, mut rows: Group<'_, T>, row: usize) -> bool {
-        let Rules { softcap, scale, .. } = self.call.rules;
-        let bias = self.lines.map(|lines| lines.from(row, first));
-        self.kernels.attend_rows(&mut rows, tile, *softcap, bias, split_scale(*scale).1)
+    fn meet_at_once(
+        &self,
+        tile: &KeyTile<'_, T>,
+        first: usize,
+        mut rows: Group<'_, T>,
+        (row, row_keys): (usize, &[RowKey]),
+    ) -> bool {
+        let Rules { softcap, scale, dropout, .. } = self.call.rules;
+        let keys = row..row + rows.rows;
+        let dropped = dropout.as_ref().map(|dropout| Dropped { keys: &row_keys[keys], first, drops: dropout.drops });
+        let bias = self.bias_lines(row, first);
+        self.kernels.attend_rows(&mut rows, tile, *softcap, bias, split_scale(*scale).1, dropped)
     }
 
     /// Meets the keys of one tile.
@@ -342,7 +357,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             if at_once && row < block.run {
                 let run = block.run;
                 let all = self.group(row..run, queries, state, [&mut *room.scores, &mut *room.weights]);
-                if self.meet_at_once(&tile, keys.start, all, row) {
+                if self.meet_at_once(&tile, keys.start, all, (row, room.row_keys)) {
                     row = run;
                     continue;
                 }
@@ -496,6 +511,11 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             self.kernels.pack_scaled(q.slice(s![head, i..i + 1, ..]), factor, &mut room[row * head_dim..]);
         }
         room
+    }
+
+    /// The biases of all rows from a key on, if they lie in memory like that.
+    pub(super) fn bias_lines(&self, row: usize, key: usize) -> Option<Lines<'a, T>> {
+        self.lines.map(|lines| lines.from(row, key))
     }
 
     /// The biases of a group of rows, if there are any: where they are, or copied, with zeros beyond the keys.

@@ -1,5 +1,6 @@
 //! Scratch that outlives a call, so that the next call allocates nothing.
 
+use super::backward_stage::{PLACE, PLACES};
 use super::backward_unit::UnitSize;
 use super::problem::{Dims, Rules};
 use super::tables_backward::{PairSums, TableRoom};
@@ -347,6 +348,8 @@ impl BackSize {
         let [k_width, v_width] = self.widths();
         let (rows, keys) = (query_tile.next_multiple_of(PANEL), key_block.next_multiple_of(KEYS));
         let tile = |wanted: bool| usize::from(wanted) * MAX_ROWS * KEYS;
+        // The matrix unit has blocks of rows on their way.
+        let (places, place) = if unit { (PLACES * PLACE, PLACE) } else { (0, 0) };
         let numbers = [
             keys.saturating_mul(head_dim),
             keys.saturating_mul(value_dim),
@@ -356,13 +359,13 @@ impl BackSize {
             rows.saturating_mul(k_width),
             rows.saturating_mul(v_width),
             rows.saturating_mul(k_width),
-            rows * KEYS,
-            rows * KEYS,
+            places.max(rows * KEYS),
+            places.max(rows * KEYS),
             rows,
             rows,
             tile(mods.biased),
             tile(mods.capped),
-            tile(mods.drops),
+            tile(mods.drops).max(if mods.drops { place } else { 0 }),
             tile(mods.bias_gradient),
             if unit { self.unit_size().len() } else { 0 },
         ];

@@ -5,7 +5,11 @@
 
 use super::amx_tiles::{Beside, multiply, multiply_beside};
 use super::avx512::Avx512;
-use super::matrix::{Coming, Extent, Matrix, Multiply, PARTS, STEP, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS};
+use super::back::two_rows;
+use super::beside::{Coming, Work};
+use super::dropout::{Dropping, dropping_row};
+use super::matrix::{Extent, Matrix, Multiply, PARTS, STEP, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS};
+use super::returning::{Part, Returning};
 use super::simd::{LATER, LINE, prefetch};
 use super::softmax::whole_row;
 use super::weighing::Weighing;
@@ -19,15 +23,13 @@ pub(super) const MATRIX: Matrix<f32> = Matrix {
     shape,
     release,
     multiply,
-    multiply_splitting,
-    multiply_weighing,
-    weigh_rest,
+    multiply_beside: multiply_beside_work,
+    finish,
     stay_awake,
     split_rows,
     split_weights,
     split_panel,
     split_square,
-    split_more,
 };
 
 /// Whether the CPU has the unit and the operating system lets this process use it, which Linux wants to be asked for once
@@ -272,28 +274,57 @@ unsafe fn split_square(a: &SplitSquare<f32>) -> Extent {
 unsafe fn square<const ROWS: bool>(a: &SplitSquare<f32>) -> Extent {
     let mut largest = _mm512_setzero_si512();
     for term in 0..PANEL {
-        let [lower, upper] = [term, PANEL + term].map(|row| if row < a.rows { __mmask16::MAX } else { 0 });
-        let from = a.from.wrapping_add(term * a.from_row);
-        let below = from.wrapping_add(PANEL * a.from_row);
-        // SAFETY: only rows of the square are read (contract). The targets have a line for each term of a part, and for each row
-        // of a part.
-        unsafe {
-            // Rows `term` and `term + 16`, the first and the second 16 of each.
-            let x = (_mm512_maskz_loadu_ps(lower, from), _mm512_maskz_loadu_ps(lower, from.wrapping_add(PANEL)));
-            let y = (_mm512_maskz_loadu_ps(upper, below), _mm512_maskz_loadu_ps(upper, below.wrapping_add(PANEL)));
-            largest = larger(larger(larger(larger(largest, x.0), x.1), y.0), y.1);
-            let (x, y) = ((parts(x.0), parts(x.1)), (parts(y.0), parts(y.1)));
-            let panels = a.panels.add(term * PANEL);
-            store(words(x.0, y.0), panels, PANEL * PANEL);
-            store(words(x.1, y.1), panels.add(a.panel), PANEL * PANEL);
-            if ROWS {
-                let rows = a.to_rows.add(term * PANEL);
-                store(words(x.0, x.1), rows, UNIT_ROWS * PANEL);
-                store(words(y.0, y.1), rows.add(PANEL * PANEL), UNIT_ROWS * PANEL);
-            }
-        }
+        // SAFETY: the contract is the same.
+        largest = unsafe { square_term::<ROWS>(a, term, largest) };
     }
     Extent { largest: _mm512_reduce_max_epu32(largest) }
+}
+
+/// Rows `term` and `term + 16` of a square; `largest` grows to their numbers.
+///
+/// # Safety
+/// As [`split_square`]; `term < 16`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn square_term<const ROWS: bool>(a: &SplitSquare<f32>, term: usize, largest: __m512i) -> __m512i {
+    let [lower, upper] = [term, PANEL + term].map(|row| if row < a.rows { __mmask16::MAX } else { 0 });
+    let from = a.from.wrapping_add(term * a.from_row);
+    let below = from.wrapping_add(PANEL * a.from_row);
+    // SAFETY: only rows of the square are read (contract). The targets have a line for each term of a part, and for each row
+    // of a part.
+    unsafe {
+        // The first and the second 16 of each.
+        let x = (_mm512_maskz_loadu_ps(lower, from), _mm512_maskz_loadu_ps(lower, from.wrapping_add(PANEL)));
+        let y = (_mm512_maskz_loadu_ps(upper, below), _mm512_maskz_loadu_ps(upper, below.wrapping_add(PANEL)));
+        split_rows_of_square::<ROWS>(a, term, x, y);
+        larger(larger(larger(larger(largest, x.0), x.1), y.0), y.1)
+    }
+}
+
+/// The same, of both vectors of both rows.
+///
+/// # Safety
+/// As [`square_term`]; the rows themselves are not read.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn split_rows_of_square<const ROWS: bool>(
+    a: &SplitSquare<f32>,
+    term: usize,
+    x: (__m512, __m512),
+    y: (__m512, __m512),
+) {
+    let (x, y) = ((parts(x.0), parts(x.1)), (parts(y.0), parts(y.1)));
+    // SAFETY: the targets have a line for each term of a part, and for each row of a part (contract).
+    unsafe {
+        let panels = a.panels.add(term * PANEL);
+        store(words(x.0, y.0), panels, PANEL * PANEL);
+        store(words(x.1, y.1), panels.add(a.panel), PANEL * PANEL);
+        if ROWS {
+            let rows = a.to_rows.add(term * PANEL);
+            store(words(x.0, x.1), rows, UNIT_ROWS * PANEL);
+            store(words(y.0, y.1), rows.add(PANEL * PANEL), UNIT_ROWS * PANEL);
+        }
+    }
 }
 
 /// Stores parts that are so many numbers apart.
@@ -310,32 +341,43 @@ unsafe fn store(words: [__m512i; PARTS], to: *mut f32, part: usize) {
 }
 
 /// # Safety
-/// As [`multiply_beside`], with the panels to come.
-unsafe fn multiply_splitting(m: &Multiply<f32>, coming: &mut Coming<f32>) {
+/// As [`multiply_beside`], with any work.
+unsafe fn multiply_beside_work(m: &Multiply<f32>, work: Work<'_, f32>) {
     // SAFETY: the contract is the same; who has the unit has AVX-512.
-    unsafe { multiply_beside(m, coming) }
+    unsafe {
+        match work {
+            Work::Split(coming) => multiply_beside(m, coming),
+            Work::Weigh(rows) => multiply_beside(m, rows),
+            Work::Return(rows) => multiply_beside(m, rows),
+        }
+    }
 }
 
 /// # Safety
-/// As [`multiply_beside`], with the rows to be weighed.
-unsafe fn multiply_weighing(m: &Multiply<f32>, rows: &mut Weighing<f32>) {
-    // SAFETY: the contract is the same; who has the unit has AVX-512.
-    unsafe { multiply_beside(m, rows) }
-}
-
-/// # Safety
-/// The arrays of the step must have their shapes, and the target room for 32 split rows of 64 keys.
-unsafe fn weigh_rest(rows: &mut Weighing<f32>) {
-    while rows.is_left() {
-        // SAFETY: a row is left; who has the unit has AVX-512.
-        unsafe { weigh_row(rows) }
+/// What the work reads and writes must be there.
+unsafe fn finish(work: Work<'_, f32>) {
+    // SAFETY: what is done is left; who has the unit has AVX-512.
+    unsafe {
+        match work {
+            Work::Split(coming) => split_more(coming, usize::MAX),
+            Work::Weigh(rows) => {
+                while rows.is_left() {
+                    weigh_row(rows);
+                }
+            }
+            Work::Return(rows) => {
+                while let Some(part) = rows.next() {
+                    return_part(rows, part);
+                }
+            }
+        }
     }
 }
 
 /// The next row, from scores to split weights.
 ///
 /// # Safety
-/// A row must be left; and as [`weigh_rest`].
+/// A row must be left; the arrays of the step must have their shapes, and the target room for 32 split rows of 64 keys.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
 unsafe fn weigh_row(rows: &mut Weighing<f32>) {
@@ -343,6 +385,9 @@ unsafe fn weigh_row(rows: &mut Weighing<f32>) {
     // SAFETY: the row is one of the step, and among the 32 of the target (contract).
     unsafe {
         whole_row(Avx512::<f32>::assume(), &rows.softmax, row);
+        if let Some(dropping) = &rows.dropping {
+            drop_row(dropping, row);
+        }
         split_weights(&SplitRows {
             rows: 1,
             terms: KEYS,
@@ -365,6 +410,59 @@ impl Beside for Weighing<f32> {
         while self.take_due() {
             // SAFETY: there is a row; the contract is handed on.
             unsafe { weigh_row(self) }
+        }
+    }
+}
+
+/// The factors of dropout of a row, out of the way of those who have none.
+///
+/// # Safety
+/// As [`dropping_row`].
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+unsafe fn drop_row(dropping: &Dropping<f32>, row: usize) {
+    // SAFETY: the contract is the same.
+    unsafe { dropping_row(Avx512::<f32>::assume(), dropping, row) }
+}
+
+/// A part of the way back of some rows.
+///
+/// # Safety
+/// The part must be one that [`Returning::next`] gave, of rows whose arrays are there.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
+unsafe fn return_part(rows: &mut Returning<f32>, Part { block, term, pair }: Part) {
+    let row = block * UNIT_ROWS + term;
+    let both = [row, row + PANEL];
+    // SAFETY: rows that there are, keys and places are those of the contract, as are the lanes.
+    unsafe {
+        if let Some(dropping) = &rows.dropping {
+            both.into_iter().filter(|&row| row < rows.back.rows).for_each(|row| drop_row(dropping, row));
+        }
+        if !rows.biases.bias.is_null() {
+            rows.ask_for_biases(both, pair);
+        }
+        let [p, d] = two_rows(Avx512::<f32>::assume(), (&rows.back, &rows.biases), both, pair * STEP);
+        let [p_square, d_square] = rows.squares(block, pair);
+        let [p_rows, d_rows] = [p, d].map(|x| [(x[0], x[1]), (x[2], x[3])]);
+        split_rows_of_square::<false>(&p_square, term, p_rows[0], p_rows[1]);
+        split_rows_of_square::<true>(&d_square, term, d_rows[0], d_rows[1]);
+        for (lanes, [a, b, c, d]) in rows.largest.iter_mut().zip([p, d]) {
+            let lanes = lanes.0.as_mut_ptr().cast();
+            _mm512_store_si512(lanes, larger(larger(larger(larger(_mm512_load_si512(lanes), a), b), c), d));
+        }
+    }
+}
+
+impl Beside for Returning<f32> {
+    const ASKS_AHEAD: bool = false;
+
+    #[inline(always)]
+    unsafe fn more(&mut self) {
+        self.count_product();
+        while let Some(part) = self.next_due() {
+            // SAFETY: the part is one that was given; the contract is handed on.
+            unsafe { return_part(self, part) }
         }
     }
 }

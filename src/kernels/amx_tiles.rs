@@ -13,7 +13,8 @@
 
 use super::PANEL;
 use super::amx::split_more;
-use super::matrix::{Coming, Multiply, PARTS, UNIT_ROWS};
+use super::beside::Coming;
+use super::matrix::{Multiply, PARTS, UNIT_ROWS};
 use super::simd::LINE;
 use super::tile::Start;
 use std::arch::asm;

@@ -87,28 +87,127 @@ pub(crate) unsafe fn back<S: Simd>(s: S, a: &Back<S::Elem>) {
 unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S::Elem>, factor: S::Elem) {
     let powers = Powers::new(s, S::Elem::LOG2_E);
     let powers = powers.in_memory::<S>();
-    let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     for row in 0..a.rows {
-        // SAFETY: row < rows, and keys run within the 64 of a row, in steps of vectors that divide 16 (contract).
-        unsafe {
-            let numbers = Row {
-                row,
-                visible: if MASKED { *a.visible.add(row) } else { u64::MAX },
-                factor: s.splat(factor),
-                lse: s.splat(*a.lse.add(row)),
-                delta: s.splat(*a.delta.add(row)),
-            };
-            let key = keys::<S, MASKED, TOGETHER>(s, a, powers, &numbers, first..end);
-            let key = keys::<S, MASKED, 2>(s, a, powers, &numbers, key..end);
-            keys::<S, MASKED, 1>(s, a, powers, &numbers, key..end);
-            if !WHOLE {
-                let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
-                for key in (0..first).chain(end..KEYS).step_by(S::LANES) {
-                    s.store(p.add(key), s.zero());
-                    s.store(d.add(key), s.zero());
-                }
+        // SAFETY: row < rows; the contract is handed on.
+        unsafe { one_row::<S, MASKED, WHOLE>(s, a, (powers, factor), row) }
+    }
+}
+
+/// What [`back`] makes of two vectors of two rows, from `key` on, without bias and cap: p and d, which are left as they were.
+/// Zeros of rows that are not there; the first of two comes first.
+///
+/// # Safety
+/// As [`back`], and as [`Biases`] say; the keys are some of the 64.
+#[inline(always)]
+pub(super) unsafe fn two_rows<S: Simd>(
+    s: S,
+    (a, biases): (&Back<S::Elem>, &Biases<S::Elem>),
+    rows: [usize; 2],
+    key: usize,
+) -> [[S::V; 4]; 2] {
+    if rows[0] >= a.rows {
+        return [[s.zero(); 4]; 2];
+    }
+    let powers = Powers::new(s, S::Elem::LOG2_E);
+    // A second one that is not there sees nothing, and is read where the first is.
+    let (first, second) = (rows[0], if rows[1] < a.rows { rows[1] } else { rows[0] });
+    // SAFETY: both rows are there; the contract is handed on.
+    unsafe {
+        let visible = [*a.visible.add(first), if second == rows[1] { *a.visible.add(second) } else { 0 }];
+        let of = |x: *const S::Elem| {
+            let (first, second) = (s.splat(*x.add(first)), s.splat(*x.add(second)));
+            [first, first, second, second]
+        };
+        let (at, below) = (first * KEYS + key, second * KEYS + key);
+        let (bits, bits_below) = (visible[0] >> key, visible[1] >> key);
+        let numbers = Numbers {
+            factor: s.splat(a.factor),
+            lse: of(a.lse),
+            delta: of(a.delta),
+            at: [at, at + S::LANES, below, below + S::LANES],
+            visible: [bits, bits >> S::LANES, bits_below, bits_below >> S::LANES],
+        };
+        let whole = visible == [u64::MAX; 2] && a.z.is_null();
+        if whole && biases.bias.is_null() {
+            return vectors::<S, false, PLAIN, 4>(s, a, &powers, &numbers, &[Biases::NONE; 4]);
+        }
+        let (above, below) = (biases.of_row(first, key), biases.of_row(second, key));
+        let of_vectors = [above, above.from(S::LANES), below, below.from(S::LANES)];
+        if whole && !biases.sums.is_null() {
+            return vectors::<S, true, BIASED, 4>(s, a, &powers, &numbers, &of_vectors);
+        }
+        // What would be added for one that is not there goes nowhere.
+        let below = if second == rows[1] { below } else { below.without_sums() };
+        let of_vectors = [above, above.from(S::LANES), below, below.from(S::LANES)];
+        vectors::<S, true, ANY, 4>(s, a, &powers, &numbers, &of_vectors)
+    }
+}
+
+/// # Safety
+/// As [`back`]; `row` is one of the group.
+#[inline(always)]
+unsafe fn one_row<S: Simd, const MASKED: bool, const WHOLE: bool>(
+    s: S,
+    a: &Back<S::Elem>,
+    (powers, factor): (&Powers<S::V>, S::Elem),
+    row: usize,
+) {
+    let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
+    // SAFETY: row < rows, and keys run within the 64 of a row, in steps of vectors that divide 16 (contract).
+    unsafe {
+        let numbers = Row {
+            row,
+            visible: if MASKED { *a.visible.add(row) } else { u64::MAX },
+            factor: s.splat(factor),
+            lse: s.splat(*a.lse.add(row)),
+            delta: s.splat(*a.delta.add(row)),
+        };
+        let key = keys::<S, MASKED, TOGETHER>(s, a, powers, &numbers, first..end);
+        let key = keys::<S, MASKED, 2>(s, a, powers, &numbers, key..end);
+        keys::<S, MASKED, 1>(s, a, powers, &numbers, key..end);
+        if !WHOLE {
+            let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
+            for key in (0..first).chain(end..KEYS).step_by(S::LANES) {
+                s.store(p.add(key), s.zero());
+                s.store(d.add(key), s.zero());
             }
         }
+    }
+}
+
+/// Biases of rows and the sums of their gradients, by pointers: there are 64 of each row, from the first key of the tile on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Biases<T> {
+    /// Null without biases.
+    pub(super) bias: *const T,
+    /// Numbers from row to row.
+    pub(super) bias_row: usize,
+    /// Null if no gradient is asked for.
+    pub(super) sums: *mut T,
+    pub(super) sums_row: isize,
+}
+
+impl<T> Biases<T> {
+    pub(super) const NONE: Self = Self { bias: ptr::null(), bias_row: 0, sums: ptr::null_mut(), sums_row: 0 };
+
+    /// Those of a row, from a key on.
+    #[inline(always)]
+    fn of_row(&self, row: usize, key: usize) -> Self {
+        let bias = if self.bias.is_null() { self.bias } else { self.bias.wrapping_add(row * self.bias_row + key) };
+        let apart = self.sums_row.wrapping_mul(row as isize).wrapping_add(key as isize);
+        let sums = if self.sums.is_null() { self.sums } else { self.sums.wrapping_offset(apart) };
+        Self { bias, sums, ..*self }
+    }
+
+    /// Those of the same row, so many keys further.
+    #[inline(always)]
+    fn from(&self, keys: usize) -> Self {
+        self.of_row(0, keys)
+    }
+
+    #[inline(always)]
+    fn without_sums(&self) -> Self {
+        Self { sums: ptr::null_mut(), ..*self }
     }
 }
 
@@ -121,6 +220,15 @@ struct Row<V> {
     delta: V,
 }
 
+/// Vectors of products: where they are, the visible bits of each from its first key on, and what belongs to their rows.
+struct Numbers<V, const N: usize> {
+    factor: V,
+    lse: [V; N],
+    delta: [V; N],
+    at: [usize; N],
+    visible: [u64; N],
+}
+
 /// The keys `keys` of a row, `STEP` vectors at a time as long as there are so many. Returns where it ended.
 ///
 /// # Safety
@@ -130,52 +238,100 @@ unsafe fn keys<S: Simd, const MASKED: bool, const STEP: usize>(
     s: S,
     a: &Back<S::Elem>,
     powers: &Powers<S::V>,
-    numbers: &Row<S::V>,
+    row: &Row<S::V>,
     keys: Range<usize>,
 ) -> usize {
-    let Row { row, visible, factor, lse, delta } = *numbers;
-    let smallest = s.splat(S::Elem::min_positive_value());
     let mut key = keys.start;
     while key + STEP * S::LANES <= keys.end {
+        let numbers = Numbers {
+            factor: row.factor,
+            lse: [row.lse; STEP],
+            delta: [row.delta; STEP],
+            at: std::array::from_fn(|v| row.row * KEYS + key + v * S::LANES),
+            visible: std::array::from_fn(|v| row.visible >> (key + v * S::LANES)),
+        };
         // SAFETY: row < rows, and STEP vectors from `key` on lie within the 64 keys of a row (contract).
         unsafe {
-            let (p, d) = (a.p.add(row * KEYS), a.d.add(row * KEYS));
-            let mut x = [s.zero(); STEP];
+            let [p, d] = vectors::<S, MASKED, ANY, STEP>(s, a, powers, &numbers, &[Biases::NONE; STEP]);
             for v in 0..STEP {
-                // Rounded before the difference, as the lse was: a key that has all the weight has p = 1.
-                x[v] = s.sub(s.mul(s.load(p.add(key + v * S::LANES)), factor), lse);
-            }
-            let e = powers.of(s, x);
-            for v in 0..STEP {
-                let key = key + v * S::LANES;
-                let seen = s.mask_from_bits(visible >> key);
-                let e = if MASKED { s.select(seen, e[v], s.zero()) } else { e[v] };
-                let (mut d_p, mut kept) = (s.load(d.add(key)), e);
-                if !a.z.is_null() {
-                    let z = s.load(a.z.add(row * KEYS + key));
-                    (d_p, kept) = (s.mul(z, d_p), s.mul(z, e));
-                }
-                let mut d_x = s.mul(e, s.sub(d_p, delta));
-                if MASKED {
-                    d_x = s.select(seen, d_x, s.zero());
-                }
-                if !a.d_scores.is_null() {
-                    s.store(a.d_scores.add(row * KEYS + key), d_x);
-                }
-                if a.softcap.is_some() {
-                    d_x = s.mul(d_x, s.load(a.slope.add(row * KEYS + key)));
-                    if MASKED {
-                        // The slope of a hidden pair is what its product was, NaN included.
-                        d_x = s.select(seen, d_x, s.zero());
-                    }
-                }
-                s.store(p.add(key), kept);
-                s.store(d.add(key), s.select(s.lt(s.abs(d_x), smallest), s.zero(), d_x));
+                s.store(a.p.add(numbers.at[v]), p[v]);
+                s.store(a.d.add(numbers.at[v]), d[v]);
             }
         }
         key += STEP * S::LANES;
     }
     key
+}
+
+/// With neither bias, cap nor dropout, and nobody who asks for gradients of scores.
+const PLAIN: u8 = 0;
+/// With biases and the sums of their gradients, and no more.
+const BIASED: u8 = 1;
+/// With any of them.
+const ANY: u8 = 2;
+
+/// p and d of `N` vectors, `WITH` what says how much there may be. Of the biases, only those that were not added before count,
+/// and they need `MASKED`.
+///
+/// # Safety
+/// As [`back`]; the vectors are whole ones of rows of the group.
+#[inline(always)]
+unsafe fn vectors<S: Simd, const MASKED: bool, const WITH: u8, const N: usize>(
+    s: S,
+    a: &Back<S::Elem>,
+    powers: &Powers<S::V>,
+    numbers: &Numbers<S::V, N>,
+    biases: &[Biases<S::Elem>; N],
+) -> [[S::V; N]; 2] {
+    let Numbers { factor, lse, delta, at, visible } = *numbers;
+    let smallest = s.splat(S::Elem::min_positive_value());
+    let (mut x, mut d) = ([s.zero(); N], [s.zero(); N]);
+    // SAFETY: the vectors lie within the arrays (contract).
+    unsafe {
+        for v in 0..N {
+            // Rounded before the difference, as the lse was: a key that has all the weight has p = 1.
+            let products = s.load(a.p.add(at[v]));
+            let scores = match biases[v].bias {
+                bias if WITH == PLAIN || WITH == ANY && bias.is_null() => s.mul(products, factor),
+                bias => s.fma(products, factor, s.load(bias)),
+            };
+            x[v] = s.sub(scores, lse[v]);
+        }
+        let mut p = powers.of(s, x);
+        for v in 0..N {
+            let mut seen = s.mask_from_bits(visible[v]);
+            if WITH == BIASED || WITH == ANY && MASKED && !biases[v].bias.is_null() {
+                let hidden = s.mask_bits(s.lt(s.load(biases[v].bias), s.splat(S::Elem::min_value())));
+                seen = s.mask_from_bits(visible[v] & !hidden);
+            }
+            let e = if MASKED { s.select(seen, p[v], s.zero()) } else { p[v] };
+            let mut d_p = s.load(a.d.add(at[v]));
+            p[v] = e;
+            if WITH == ANY && !a.z.is_null() {
+                let z = s.load(a.z.add(at[v]));
+                (d_p, p[v]) = (s.mul(z, d_p), s.mul(z, e));
+            }
+            let mut d_x = s.mul(e, s.sub(d_p, delta[v]));
+            if MASKED {
+                d_x = s.select(seen, d_x, s.zero());
+            }
+            if WITH == ANY && !a.d_scores.is_null() {
+                s.store(a.d_scores.add(at[v]), d_x);
+            }
+            if WITH == BIASED || WITH == ANY && !biases[v].sums.is_null() {
+                s.store(biases[v].sums, s.add(s.load(biases[v].sums), d_x));
+            }
+            if WITH == ANY && a.softcap.is_some() {
+                d_x = s.mul(d_x, s.load(a.slope.add(at[v])));
+                if MASKED {
+                    // The slope of a hidden pair is what its product was, NaN included.
+                    d_x = s.select(seen, d_x, s.zero());
+                }
+            }
+            d[v] = s.select(s.lt(s.abs(d_x), smallest), s.zero(), d_x);
+        }
+        [p, d]
+    }
 }
 
 /// A group of rows on its way back through a tile.

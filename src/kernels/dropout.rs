@@ -17,6 +17,7 @@ use super::KEYS;
 use super::simd::Simd;
 use super::table::Kernels;
 use num_traits::Zero;
+use std::ops::Range;
 
 /// What the words of a row depend on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,6 +59,14 @@ pub(crate) struct Dropped<'a, T> {
     pub(crate) drops: Drops<T>,
 }
 
+impl<T: Copy> Dropped<'_, T> {
+    /// That of some of the rows, for the numbers of the first of them at `to` and of the others after it.
+    pub(super) fn rows(&self, rows: Range<usize>, to: *mut T) -> Dropping<T> {
+        let Self { keys, first, drops } = *self;
+        Dropping { rows: rows.len(), keys: keys[rows].as_ptr(), first, drops, to, into: Into::Multiply }
+    }
+}
+
 /// The same by pointers, and where the factors go.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dropping<T> {
@@ -85,17 +94,27 @@ pub(crate) enum Into {
 /// # Safety
 /// `keys` must have `rows` readable keys and `to` rows of 64 readable and writable numbers.
 #[inline(always)]
-pub(crate) unsafe fn dropping<S: Simd>(_: S, a: &Dropping<S::Elem>) {
+pub(crate) unsafe fn dropping<S: Simd>(s: S, a: &Dropping<S::Elem>) {
     for row in 0..a.rows {
         // SAFETY: row < rows (contract).
-        let (key, to) = unsafe { (*a.keys.add(row), &mut *a.to.add(row * KEYS).cast::<[S::Elem; KEYS]>()) };
-        let mut factors = [S::Elem::zero(); KEYS];
-        for j in 0..KEYS {
-            factors[j] = if key.word(a.first + j) <= a.drops.last { S::Elem::zero() } else { a.drops.factor };
-        }
-        for j in 0..KEYS {
-            to[j] = if a.into == Into::Store { factors[j] } else { to[j] * factors[j] };
-        }
+        unsafe { dropping_row(s, a, row) }
+    }
+}
+
+/// One of them.
+///
+/// # Safety
+/// As [`dropping`], with a row `row`.
+#[inline(always)]
+pub(super) unsafe fn dropping_row<S: Simd>(_: S, a: &Dropping<S::Elem>, row: usize) {
+    // SAFETY: there is such a row (contract).
+    let (key, to) = unsafe { (*a.keys.add(row), &mut *a.to.add(row * KEYS).cast::<[S::Elem; KEYS]>()) };
+    let mut factors = [S::Elem::zero(); KEYS];
+    for j in 0..KEYS {
+        factors[j] = if key.word(a.first + j) <= a.drops.last { S::Elem::zero() } else { a.drops.factor };
+    }
+    for j in 0..KEYS {
+        to[j] = if a.into == Into::Store { factors[j] } else { to[j] * factors[j] };
     }
 }
 

@@ -29,10 +29,11 @@
 //! `x` with such a number, and a panel of `w` with one, whatever the others hold. So a NaN stays in its row or column.
 
 use super::PANEL;
+use super::beside::{Coming, Work};
 use super::gemm::{Broadcast, Panels, chunks, is_forward, is_unit, strip_len};
 use super::matrix::{
-    Coming, Matrix, Multiply, PRODUCTS, Session, SplitPanel, SplitRows, TOGETHER, UNIT_ROWS, split_panel_len,
-    split_rows_len, steps,
+    Matrix, Multiply, PRODUCTS, Session, SplitPanel, SplitRows, TOGETHER, UNIT_ROWS, split_panel_len, split_rows_len,
+    steps,
 };
 use super::prepacked::Prepacked;
 use super::real::Real;
@@ -223,7 +224,7 @@ impl<T: Real> Part<'_, '_, T> {
         self.come(&mut coming, next_groups.next(), to, room.strip);
         for columns in groups {
             // SAFETY: as written in `come`: what it reads and writes has not been touched since.
-            unsafe { (self.matrix.split_more)(&mut coming, usize::MAX) };
+            unsafe { (self.matrix.finish)(Work::Split(&mut coming)) };
             for (index, panel) in (columns.start / PANEL..).take(coming.count()).enumerate() {
                 panels_fit[panel] = coming.extent(index).fits();
             }
@@ -330,7 +331,7 @@ impl<T: Real> Part<'_, '_, T> {
                 // SAFETY: so many rows of a piece have been split, and so many panels; the rows of `out` are contiguous, have
                 // the columns, and nobody else has them. The panels to come are as `come` says.
                 unsafe {
-                    session.multiply_splitting(&product, coming);
+                    session.multiply_beside(&product, Work::Split(coming));
                 }
             }
         }

@@ -25,10 +25,9 @@
 //! computations*, 2019, <https://arxiv.org/abs/1904.06376>.
 
 use super::PANEL;
+use super::beside::Work;
 use super::real::Real;
-use super::simd::LINE;
 use super::tile::Start;
-use super::weighing::Weighing;
 
 /// Terms that an instruction of the unit adds up.
 pub(crate) const STEP: usize = 32;
@@ -53,12 +52,10 @@ pub(super) struct Matrix<T> {
     /// Gives the unit back.
     pub(super) release: unsafe fn(),
     pub(super) multiply: unsafe fn(&Multiply<T>),
-    /// The same, and beside each product of parts a few lines of the panels to come.
-    pub(super) multiply_splitting: unsafe fn(&Multiply<T>, &mut Coming<T>),
-    /// The same, and beside them some rows of scores become split weights.
-    pub(super) multiply_weighing: unsafe fn(&Multiply<T>, &mut Weighing<T>),
-    /// The rows that are left of these.
-    pub(super) weigh_rest: unsafe fn(&mut Weighing<T>),
+    /// The same, and a little of something else beside each product of parts.
+    pub(super) multiply_beside: unsafe fn(&Multiply<T>, Work<'_, T>),
+    /// All that is left of it.
+    pub(super) finish: unsafe fn(Work<'_, T>),
     /// A product whose result nobody wants: the unit falls asleep without one.
     pub(super) stay_awake: unsafe fn(),
     /// Splits up to [`UNIT_ROWS`] rows. Bit i of the result is set if row i does not fit.
@@ -67,8 +64,6 @@ pub(super) struct Matrix<T> {
     pub(super) split_weights: unsafe fn(&SplitRows<T>),
     pub(super) split_panel: unsafe fn(&SplitPanel<T>) -> Extent,
     pub(super) split_square: unsafe fn(&SplitSquare<T>) -> Extent,
-    /// So many more lines of the panels to come.
-    pub(super) split_more: unsafe fn(&mut Coming<T>, usize),
 }
 
 /// `c[i][j] = (c[i][j] +) Σ_t a[i][t] b[t][j]`, by pointers.
@@ -131,85 +126,10 @@ pub(super) struct SplitSquare<T> {
     pub(super) to_rows: *mut T,
 }
 
-/// Panels that are split bit by bit, a line of each part at a time: the unit leaves the vectors of the CPU idle, and they have
-/// time to wait for memory too.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Coming<T> {
-    panels: [SplitPanel<T>; TOGETHER],
-    count: usize,
-    /// Where the next line is.
-    pub(super) panel: usize,
-    pub(super) line: usize,
-    /// Lines to be split beside each product of parts.
-    pub(super) pace: usize,
-    /// Memory to be asked for, so many lines beside each product of parts.
-    pub(super) from: *const u8,
-    pub(super) fetches: usize,
-    /// The largest absolute values of each panel, lane by lane.
-    pub(super) largest: [[u32; PANEL]; TOGETHER],
-}
-
-impl<T> Coming<T> {
-    /// No panels.
-    pub(super) fn nothing() -> Self {
-        let panel = SplitPanel { terms: 0, columns: 0, from: std::ptr::null(), from_row: 0, to: std::ptr::null_mut() };
-        let panels = std::array::from_fn(|_| SplitPanel { ..panel });
-        Self {
-            panels,
-            count: 0,
-            panel: 0,
-            line: 0,
-            pace: 0,
-            from: std::ptr::null(),
-            fetches: 0,
-            largest: [[0; PANEL]; TOGETHER],
-        }
-    }
-
-    /// Forgets the panels. (A copy of nothing would wait for the unit's sums to reach memory, which are older.)
-    pub(super) fn clear(&mut self) {
-        (self.count, self.panel, self.line, self.fetches) = (0, 0, 0, 0);
-    }
-
-    /// One more; there are [`TOGETHER`] at most.
-    ///
-    /// # Safety
-    /// The columns must be readable for all terms and the panel writable until all lines are split.
-    pub(super) unsafe fn push(&mut self, panel: SplitPanel<T>) {
-        let SplitPanel { terms, columns, from, from_row, to } = panel;
-        let place = &mut self.panels[self.count];
-        place.terms = terms;
-        place.columns = columns;
-        place.from = from;
-        place.from_row = from_row;
-        place.to = to;
-        self.largest[self.count] = [0; PANEL];
-        self.count += 1;
-    }
-
-    /// Asks memory for numbers beside so many products.
-    pub(super) fn fetch(&mut self, from: *const T, numbers: usize, products: usize) {
-        self.from = from.cast();
-        self.fetches = (numbers * size_of::<T>()).div_ceil(LINE).div_ceil(products);
-    }
-
-    pub(super) fn count(&self) -> usize {
-        self.count
-    }
-
-    /// The panel whose turn it is.
-    #[inline]
-    pub(super) fn next(&self) -> Option<&SplitPanel<T>> {
-        self.panels[..self.count].get(self.panel)
-    }
-
-    /// All lines of all panels.
-    pub(super) fn lines(&self) -> usize {
-        self.count * steps(self.panels[0].terms) * PANEL
-    }
-
-    pub(super) fn extent(&self, panel: usize) -> Extent {
-        Extent { largest: self.largest[panel].iter().copied().fold(0, u32::max) }
+impl<T> Multiply<T> {
+    /// Products of parts, of which each may have something beside it.
+    pub(super) fn products(&self) -> usize {
+        products_of_parts(self.steps, self.panels)
     }
 }
 
@@ -255,6 +175,11 @@ impl Extent {
 /// Instructions that so many terms take.
 pub(crate) const fn steps(terms: usize) -> usize {
     terms.div_ceil(STEP)
+}
+
+/// Products of parts of up to 32 rows with so many panels.
+pub(crate) const fn products_of_parts(steps: usize, panels: usize) -> usize {
+    steps * panels.div_ceil(TOGETHER) * PRODUCTS
 }
 
 /// Numbers of memory that `rows` split rows take.
@@ -308,29 +233,16 @@ impl<'m, T> Session<'m, T> {
         }
     }
 
-    /// The same, and some of the panels to come.
+    /// The same, and some of the work beside it.
     ///
     /// # Safety
-    /// As above; the panels to come overlap nothing of the product.
+    /// As above; what the work reads and writes is there until it is done, and overlaps nothing of the product.
     #[inline]
-    pub(super) unsafe fn multiply_splitting(&mut self, product: &Multiply<T>, coming: &mut Coming<T>) {
+    pub(super) unsafe fn multiply_beside(&mut self, product: &Multiply<T>, work: Work<'_, T>) {
         // SAFETY: as above.
         unsafe {
             self.shape(product.rows);
-            (self.matrix.multiply_splitting)(product, coming);
-        }
-    }
-
-    /// The same, and some of the rows to be weighed.
-    ///
-    /// # Safety
-    /// As above; what the rows are weighed to and from overlaps nothing of the product.
-    #[inline]
-    pub(super) unsafe fn multiply_weighing(&mut self, product: &Multiply<T>, rows: &mut Weighing<T>) {
-        // SAFETY: as above.
-        unsafe {
-            self.shape(product.rows);
-            (self.matrix.multiply_weighing)(product, rows);
+            (self.matrix.multiply_beside)(product, work);
         }
     }
 

@@ -4,10 +4,12 @@
 //! wrong shape is a panic and nothing worse.
 
 use super::PANEL;
+use super::beside::Work;
 use super::matrix::{
     Extent, Matrix, Multiply, PARTS, STEP, Session, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS, split_panel_len,
     split_rows_len,
 };
+use super::returning::OnTheWay;
 use super::table::Kernels;
 use super::tile::Start;
 
@@ -61,10 +63,6 @@ fn end(count: usize, apart: usize, len: usize) -> usize {
 }
 
 impl<'m, T> MatrixUnit<'m, T> {
-    pub(super) fn session(&mut self) -> &mut Session<'m, T> {
-        &mut self.session
-    }
-
     /// Keeps the unit from falling asleep where the next product is some time off.
     pub(crate) fn stay_awake(&mut self) {
         self.session.stay_awake();
@@ -125,8 +123,15 @@ impl<'m, T> MatrixUnit<'m, T> {
         }
     }
 
-    /// One product.
-    pub(crate) fn multiply(&mut self, x: UnitProduct<'_, T>) {
+    /// All that is left of some work.
+    pub(super) fn finish(&mut self, work: Work<'_, T>) {
+        // SAFETY: who made the work has borrowed what it reads and writes.
+        unsafe { (self.matrix.finish)(work) }
+    }
+
+    /// One product, and rows that go back through the softmax beside it.
+    #[inline(always)]
+    pub(crate) fn multiply(&mut self, x: UnitProduct<'_, T>, beside: Option<&mut OnTheWay<'_, T>>) {
         let UnitProduct { rows, panels, steps, a_part, b_panel, c_row, start, .. } = x;
         assert!(rows <= UNIT_ROWS, "{rows} rows are more than the unit has");
         if rows == 0 || panels == 0 {
@@ -136,8 +141,26 @@ impl<'m, T> MatrixUnit<'m, T> {
         let b = x.b[..end(panels, b_panel, steps * split_panel_len(STEP))].as_ptr();
         let c = x.c[..end(rows, c_row, panels * PANEL)].as_mut_ptr();
         // SAFETY: rows are in `1..=UNIT_ROWS`; the slices end with the last number that the strides reach, and `c` is borrowed
-        // exclusively.
-        unsafe { self.session.multiply(&Multiply { rows, panels, steps, a, a_part, b, b_panel, c, c_row, start }) }
+        // exclusively, as is what the rows beside it are.
+        unsafe {
+            self.multiply_by_pointers(
+                &Multiply { rows, panels, steps, a, a_part, b, b_panel, c, c_row, start },
+                beside,
+            );
+        }
+    }
+
+    /// # Safety
+    /// As [`Session::multiply_beside`].
+    #[inline(always)]
+    pub(super) unsafe fn multiply_by_pointers(&mut self, x: &Multiply<T>, beside: Option<&mut OnTheWay<'_, T>>) {
+        // SAFETY: the contract is the same.
+        unsafe {
+            match beside {
+                Some(rows) => self.session.multiply_beside(x, rows.work()),
+                None => self.session.multiply(x),
+            }
+        }
     }
 }
 
@@ -229,18 +252,21 @@ mod tests {
             let mut c = nans(dims * keys);
             // Fewer rows after more need no other shape.
             for (first, rows) in [(0, UNIT_ROWS), (UNIT_ROWS, PANEL)] {
-                unit.multiply(UnitProduct {
-                    rows,
-                    panels: 2,
-                    steps: steps(UNIT_ROWS),
-                    a: &a[first * PANEL..],
-                    a_part: dims * PANEL,
-                    b: &panels,
-                    b_panel: split_panel_len(UNIT_ROWS),
-                    c: &mut c[first * keys..],
-                    c_row: keys,
-                    start: Start::Zero,
-                });
+                unit.multiply(
+                    UnitProduct {
+                        rows,
+                        panels: 2,
+                        steps: steps(UNIT_ROWS),
+                        a: &a[first * PANEL..],
+                        a_part: dims * PANEL,
+                        b: &panels,
+                        b_panel: split_panel_len(UNIT_ROWS),
+                        c: &mut c[first * keys..],
+                        c_row: keys,
+                        start: Start::Zero,
+                    },
+                    None,
+                );
             }
             for (dim, key) in (0..dims).flat_map(|dim| (0..keys).map(move |key| (dim, key))) {
                 let want: f64 = (0..rows).map(|row| f64::from(q[(row, dim)]) * f64::from(d[row * keys + key])).sum();

@@ -19,8 +19,9 @@
 //! | `mods.rs`, `lines.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
 //! | `unit.rs` | many queries meet one tile of keys by the matrix unit |
-//! | `weighing.rs` | the softmax of rows beside products of the matrix unit |
+//! | `beside.rs`, `weighing.rs` | what vectors do beside products of the matrix unit; the softmax of rows |
 //! | `matrix_unit.rs` | the products of backward by the matrix unit |
+//! | `returning.rs` | rows go back through the softmax beside them |
 //! | `upcoming.rs` | memory that is asked for before it is needed |
 //! | `values.rs` | probabilities times values that are not finite |
 //! | `back.rs` | back through the softmax: probabilities again, and the gradients of the scores |
@@ -44,6 +45,9 @@
 #![allow(clippy::needless_range_loop)]
 
 mod back;
+// As `matrix.rs` below.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+mod beside;
 mod blocks;
 mod deal;
 mod divide;
@@ -71,6 +75,7 @@ mod portable;
 mod prepacked;
 mod real;
 mod relay;
+mod returning;
 mod rows;
 mod scratch;
 mod simd;
@@ -102,7 +107,7 @@ pub(crate) use dropout::{Dropped, Drops, RowKey};
 pub(crate) use gemm::{Factor, Linear};
 pub use level::{Level, UnknownLevel};
 pub(crate) use lines::Lines;
-pub(crate) use matrix::{Extent, STEP, UNIT_ROWS, split_panel_len, split_rows_len};
+pub(crate) use matrix::{Extent, STEP, UNIT_ROWS, products_of_parts, split_panel_len, split_rows_len, steps};
 pub(crate) use matrix_unit::{MatrixUnit, Squares, UnitProduct};
 pub(crate) use norm::{Moments, NormInput, RowRule, moments};
 pub(crate) use operand::Operand;
@@ -110,6 +115,10 @@ pub(crate) use pairs::RowsAndKeys;
 pub(crate) use prepacked::Prepacked;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
+pub(crate) use returning::{
+    BLOCKS, OnTheWay, PAIRS, RETURNED_PANEL, RETURNED_PANELS, RETURNED_ROWS, ReturningRows, can_add_to, panels_at,
+    square_at,
+};
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use simd::fetch;
 pub(crate) use slab::Lot;

@@ -19,7 +19,6 @@
 
 use crate::heads::HeadMap;
 use ndarray::{ArrayViewMut2, ArrayViewMut4, Ix4, RawArrayViewMut, s};
-use num_traits::Zero;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -200,23 +199,10 @@ impl<T> RelayItem<'_, T> {
         })
     }
 
-    /// Sets the item's keys in the bias's gradient to zero.
-    pub(crate) fn clear_bias(&mut self)
-    where
-        T: Clone + Zero,
-    {
-        let heads = self.relay.cut.heads;
-        for (entry, head) in
-            self.entries.clone().flat_map(|entry| (0..heads.num_heads()).map(move |head| (entry, head)))
-        {
-            // What several share is cleared with the first of them.
-            let [entry_shared, head_shared] = self.relay.joint;
-            if !(entry_shared && entry > 0 || head_shared && head > 0)
-                && let Some(mut d_bias) = self.d_bias(entry, head)
-            {
-                d_bias.fill(T::zero());
-            }
-        }
+    /// Whether a pair and one of the heads that read its KV head are the first that add to their part of the bias's gradient.
+    pub(crate) fn begins_bias(&self, pair: Pair, member: usize) -> bool {
+        let [entry_shared, head_shared] = self.relay.joint;
+        !(entry_shared && pair.entry > 0 || head_shared && (pair.index > 0 || member > 0))
     }
 
     /// The item's keys in the bias's gradient for one batch entry and query head, `[1 or q_len, keys]`: others may share

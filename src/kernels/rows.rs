@@ -12,6 +12,7 @@
 //! for each group, with its checks, is 370 instructions (30 here) beside the 11800 of the products at AVX2. Both together:
 //! 7.7 to 7.0 ms for 2 heads of 1024 queries, keys and 64 columns on a thread of a Zen 3.
 
+use super::dropout::Dropped;
 use super::lines::Lines;
 use super::real::Real;
 use super::softmax::Softmax;
@@ -23,8 +24,8 @@ use std::ptr;
 
 impl<T: Real> Kernels<T> {
     /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
-    /// bias hides, without dropout; `p: [2][6][64]`. Does nothing and returns false if values that are not finite may be
-    /// hidden.
+    /// bias hides; `p: [2][6][64]`. Does nothing and returns false if values that are not finite may be hidden, or if there is
+    /// dropout and no matrix unit that multiplies.
     pub(crate) fn attend_rows(
         &self,
         all: &mut Group<'_, T>,
@@ -32,13 +33,14 @@ impl<T: Real> Kernels<T> {
         softcap: Option<T>,
         bias: Option<Lines<'_, T>>,
         factor: T,
+        dropped: Option<Dropped<'_, T>>,
     ) -> bool {
-        if self.unit_attend_rows(all, tile, softcap, bias, factor) {
+        if self.unit_attend_rows(all, tile, softcap, bias, factor, dropped) {
             return true;
         }
         let Group { rows, head_dim, q_row, o_row, .. } = *all;
         // A bias can hide keys, whose values have to be left out if they are not finite.
-        if rows == 0 || bias.is_some() && tile.finite == Finite::NotAll {
+        if rows == 0 || dropped.is_some() || bias.is_some() && tile.finite == Finite::NotAll {
             return false;
         }
         let biases = bias.map(|bias| bias.extent(rows, KEYS));
@@ -190,7 +192,7 @@ mod tests {
                     weights: &mut [],
                 };
                 if at_once {
-                    assert!(kernels.attend_rows(&mut group, &tile, softcap, bias, factor));
+                    assert!(kernels.attend_rows(&mut group, &tile, softcap, bias, factor, None));
                 } else {
                     let bias = bias.map(|bias| bias.group(first..first + group.rows, 0..KEYS));
                     let scoring = Scoring { visible: None, bias, softcap, factor, dropout: None };

@@ -145,7 +145,7 @@ unsafe fn one_row<S: Simd, const MASKED: bool, const WHOLE: bool>(
             }
             let mut top = s.splat(S::Elem::neg_infinity());
             for key in keys.clone() {
-                top = row.scores::<MASKED, WHOLE>(key).into_iter().fold(top, |top, x| s.max(x, top));
+                top = largest(s, top, row.scores::<MASKED, WHOLE>(key));
             }
             // Finite from now on, also if every visible score is -inf.
             *row.m = s.reduce_max(top).max(S::Elem::min_value());
@@ -236,7 +236,11 @@ impl<S: Simd> Row<'_, S> {
         // The difference is exact where it is small: all that follows from it has the relative error of a power, and a key
         // that has all the weight has p = 1.
         let reference = s.splat(*self.m);
-        let e = self.powers.of(s, x.map(|x| s.sub(x, reference)));
+        let mut below = x;
+        for v in 0..TOGETHER {
+            below[v] = s.sub(x[v], reference);
+        }
+        let e = self.powers.of(s, below);
         (e, s.add(s.add(e[0], e[2]), s.add(e[1], e[3])))
     }
 
@@ -248,9 +252,7 @@ impl<S: Simd> Row<'_, S> {
     #[inline(always)]
     unsafe fn move_reference(&mut self, x: [S::V; TOGETHER], key: usize) {
         let s = self.s;
-        // In this order of operands NaN is passed over.
-        let top = x.into_iter().fold(s.splat(*self.m), |top, x| s.max(x, top));
-        let moved = s.reduce_max(top);
+        let moved = s.reduce_max(largest(s, s.splat(*self.m), x));
         let factor = exp2(s, s.splat((*self.m - moved) * self.rate));
         *self.m = moved;
         self.sum = s.mul(self.sum, factor);
@@ -262,6 +264,16 @@ impl<S: Simd> Row<'_, S> {
             scale(s, self.a.o.add(self.row * self.a.o_row), self.a.width, factor);
         }
     }
+}
+
+/// The largest of each lane. (A loop: what iterators make of it goes through memory, and waits for what the matrix unit stores.)
+#[inline(always)]
+fn largest<S: Simd>(s: S, mut top: S::V, x: [S::V; TOGETHER]) -> S::V {
+    for v in 0..TOGETHER {
+        // In this order of operands NaN is passed over.
+        top = s.max(x[v], top);
+    }
+    top
 }
 
 /// Multiplies `n` numbers by a factor.

@@ -23,6 +23,7 @@
 //! What a row gets does not depend on the rows beside it: each of its products is made by the unit if its tile of keys and
 //! the row itself fit (see `matrix.rs`), else by multiply-adds.
 
+use super::dropout::Dropped;
 use super::lines::Lines;
 use super::matrix::{
     Extent, Matrix, Multiply, STEP, Session, SplitPanel, SplitRows, UNIT_ROWS, split_panel_len, split_rows_len, steps,
@@ -30,22 +31,22 @@ use super::matrix::{
 use super::matrix_unit::MatrixUnit;
 use super::operand::Operand;
 use super::real::Real;
+use super::returning::OnTheWay;
 use super::softmax::Softmax;
-use super::step::{Group, KeyTile, Next, Queries, extent};
+use super::step::{Group, KeyTile, Queries, extent};
 use super::table::{Kernels, VALUES_PANEL};
 use super::tile::{MAX_ROWS, Start};
-use super::upcoming::Shares;
 use super::{KEYS, PANEL};
 use ndarray::{ArrayView2, s};
 use std::ops::Range;
 use std::ptr;
 
 /// Calls with fewer rows to a KV head, or fewer of their numbers, are computed by multiply-adds: what has to be split for them
-/// takes longer than it saves. Time by the unit over that by multiply-adds, 96 heads on two threads of an Emerald Rapids: 1.18,
-/// 1.01, 1.02 and 0.87 for 64, 128, 160 and 256 queries and keys of 64 numbers; 1.08, 0.88 and 0.81 for 64, 128 and 192 of 128
-/// numbers.
+/// takes longer than it saves. Time by the unit over that by multiply-adds, 96 to 192 heads on two threads of an Emerald Rapids:
+/// 1.12, 1.06, 0.92 and 0.92 for 64, 96, 128 and 160 queries and keys of 64 numbers; 0.91 for 64 of 128 numbers, but 1.06 with
+/// the way back.
 const FEWEST_UNIT_ROWS: usize = 128;
-const FEWEST_UNIT_NUMBERS: usize = 160 * 64;
+const FEWEST_UNIT_NUMBERS: usize = 128 * 64;
 
 /// The fewest rows where the unit was asked for by name: a block of it.
 const FEWEST_NAMED_ROWS: usize = UNIT_ROWS;
@@ -59,8 +60,9 @@ pub(crate) const UNIT_SCORES: usize = 2 * SCORES;
 pub(crate) const UNIT_WEIGHTS: usize = 2 * WEIGHTS;
 
 /// The fewest rows whose softmax goes beside products: the first and the last block have no neighbour. Time with it over that
-/// without, heads of 64 numbers on two threads of an Emerald Rapids: 1.05, 0.98 and 0.93 for items of 256, 512 and 1024 rows.
-const FEWEST_BESIDE: usize = 8 * UNIT_ROWS + 1;
+/// without, heads of 64 numbers on two threads of an Emerald Rapids: 0.95, 0.97, 0.92 and 0.92 for items of 128, 256, 512 and 1024
+/// rows, and 0.97 for runs of 128 rows between those that a mask hides.
+const FEWEST_BESIDE: usize = 4 * UNIT_ROWS;
 
 /// Rows whose softmax is one call, so that the unit stays awake; or [`MAX_ROWS`], for which biases are told.
 const MOST_TOGETHER: usize = 8;
@@ -94,14 +96,14 @@ impl<'a, T> SplitQueries<'a, T> {
 }
 
 /// Rows and the panels of a tile of keys, as they are and split.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct SplitFactors<'a, T> {
     /// `[rows][q_row]`, of which `head_dim` elements are used.
     pub(crate) q: &'a [T],
     pub(crate) q_row: usize,
     pub(crate) head_dim: usize,
     pub(crate) queries: SplitQueries<'a, T>,
-    pub(crate) panels: usize,
+    pub(crate) panels: Range<usize>,
     /// `[panels][head_dim][16]`
     pub(crate) keys: &'a [T],
     pub(crate) split: &'a [T],
@@ -297,29 +299,31 @@ impl<T: Real> Kernels<T> {
         self.split_panels(Operand::Own(panels), [count.div_ceil(PANEL), terms, count], terms * PANEL, to, &mut [])
     }
 
-    /// `p = q k^T` of up to 32 rows, for all keys of a tile; `p: [rows][64]`.
+    /// `p = q k^T` of up to 32 rows, for some panels of a tile; `p: [rows][64]`. Rows may go back through the softmax beside it.
+    #[inline(always)]
     pub(crate) fn unit_products(
         &self,
         on: &mut MatrixUnit<'_, T>,
         factors: &SplitFactors<'_, T>,
         rows: Range<usize>,
         p: &mut [T],
+        beside: Option<&mut OnTheWay<'_, T>>,
     ) {
-        let SplitFactors { q, q_row, head_dim, queries, panels, keys, split } = *factors;
-        let Some(matrix) = self.matrix.as_ref().filter(|_| !rows.is_empty()) else { return };
-        let panels = panels.min(KEYS / PANEL);
+        let SplitFactors { q, q_row, head_dim, queries, ref panels, keys, split } = *factors;
+        let Some(matrix) = self.matrix.as_ref().filter(|_| !rows.is_empty() && !panels.is_empty()) else { return };
         let enough = rows.len() <= UNIT_ROWS
             && queries.first + rows.end <= queries.rows
             && split_rows_len(queries.rows, head_dim) <= queries.numbers.len()
-            && split_panel_len(head_dim) * panels <= split.len();
+            && panels.end <= KEYS / PANEL
+            && split_panel_len(head_dim) * panels.end <= split.len();
         assert!(enough, "split rows and panels for all of a product");
         let tile = SplitTile { keys: split, values: &[], steps: 0 };
         let unit = Unit { kernels: self, matrix, q, q_row, head_dim, queries, keys: Operand::Own(keys), tile };
         let p = p[..rows.len() * KEYS].as_mut_ptr();
         // SAFETY: the rows are some of those that are split, and `p` has that many.
         unsafe {
-            on.session().multiply(&unit.scores(rows.clone(), 0..panels, p));
-            unit.replace_unfit(rows, 0..panels, p);
+            on.multiply_by_pointers(&unit.scores(rows.clone(), panels.clone(), p), beside);
+            unit.replace_unfit(rows, panels.clone(), p);
         }
     }
 
@@ -328,7 +332,6 @@ impl<T: Real> Kernels<T> {
     pub(crate) fn unit_scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) -> Option<Session<'_, T>> {
         let mut session = Session::new(self.matrix.as_ref()?);
         let unit = Unit::new(self, group, tile)?;
-        Requests::new(tile, None).fetch(0..group.rows);
         if group.rows > 0 {
             assert!(group.rows <= UNIT_ROWS, "a block of rows");
             let p = group.p[..group.rows * KEYS].as_mut_ptr();
@@ -361,7 +364,7 @@ impl<T: Real> Kernels<T> {
     }
 
     /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
-    /// bias hides, without dropout. Does nothing and returns false if group or tile is not split.
+    /// bias hides. Does nothing and returns false if group or tile is not split.
     pub(super) fn unit_attend_rows(
         &self,
         all: &mut Group<'_, T>,
@@ -369,6 +372,7 @@ impl<T: Real> Kernels<T> {
         softcap: Option<T>,
         bias: Option<Lines<'_, T>>,
         factor: T,
+        dropped: Option<Dropped<'_, T>>,
     ) -> bool {
         let Some(unit) = Unit::new(self, all, tile) else { return false };
         let (rows, width, o_row) = (all.rows, tile.padded_width(), all.o_row);
@@ -392,10 +396,9 @@ impl<T: Real> Kernels<T> {
         };
 
         let mut session = Session::new(unit.matrix);
-        let requests = Requests::new(tile, bias);
         if rows >= FEWEST_BESIDE && softcap.is_none() && bias.is_none() && unit.queries.fit {
             // SAFETY: the slices above have all rows, and room for the scores and weights of two blocks.
-            unsafe { unit.attend_beside(&mut session, &softmax, weights, &requests) }
+            unsafe { unit.attend_beside(&mut session, &softmax, weights, dropped) }
             return true;
         }
         let (p, o) = (softmax.p, softmax.o);
@@ -419,48 +422,20 @@ impl<T: Real> Kernels<T> {
                         }),
                         ..softmax.of_rows(rows.clone(), p)
                     });
+                    if let Some(dropped) = &dropped {
+                        (self.dropping)(&dropped.rows(rows.clone(), p));
+                    }
                     unit.split(p, rows.len(), KEYS, weights.add((first - block.start) * PANEL));
                     session.stay_awake();
-                    requests.fetch(rows);
+                    if let Some(bias) = bias {
+                        bias.fetch(rows.start + UNIT_ROWS..rows.end + UNIT_ROWS, 0..KEYS);
+                    }
                 }
                 let o = o.add(block.start * o_row);
                 session.multiply(&unit.values(weights, [block.len(), KEYS, width], o, o_row));
             }
         }
         true
-    }
-}
-
-/// What memory is asked for while rows meet a tile: each of them for its share.
-pub(super) struct Requests<'a, T> {
-    /// Rows that will be packed for the tile after, and those that will be written.
-    rows: [Option<Shares>; 3],
-    bias: Option<Lines<'a, T>>,
-    /// Rows that meet the tile before these.
-    first: usize,
-}
-
-impl<'a, T: Copy> Requests<'a, T> {
-    fn new(tile: &KeyTile<'_, T>, bias: Option<Lines<'a, T>>) -> Self {
-        let [keys, values] = match tile.next {
-            Some(Next::Rows(next)) => next.map(Some),
-            _ => [None; 2],
-        };
-        let parts = (tile.groups * MAX_ROWS).div_ceil(MOST_TOGETHER);
-        let rows = [keys, values, tile.output].map(|rows| rows.map(|rows| rows.shared(parts)));
-        Self { rows, bias, first: tile.group * MAX_ROWS }
-    }
-
-    /// Asks for the share of some rows.
-    pub(super) fn fetch(&self, rows: Range<usize>) {
-        let Range { start, end } = rows;
-        if let Some(bias) = self.bias {
-            bias.fetch(start + UNIT_ROWS..end + UNIT_ROWS, 0..KEYS);
-        }
-        let part = |row: usize| (self.first + row).div_ceil(MOST_TOGETHER);
-        for rows in self.rows.iter().flatten() {
-            rows.fetch(part(start)..part(end));
-        }
     }
 }
 
@@ -493,7 +468,7 @@ impl<'a, T: Real> Unit<'a, T> {
 
     /// `p = q k^T` for the keys of panels; `p: [rows][64]`. The product may be run if the rows are at most 32 of the group, the
     /// panels are some of the tile, and `p` is writable.
-    #[inline]
+    #[inline(always)]
     pub(super) fn scores(&self, rows: Range<usize>, panels: Range<usize>, p: *mut T) -> Multiply<T> {
         let panel = split_panel_len(self.head_dim);
         Multiply {

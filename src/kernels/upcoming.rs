@@ -40,32 +40,10 @@ impl Upcoming {
         self.rows(self.rows * part / parts..self.rows * (part + 1) / parts);
     }
 
-    /// The same for many parts, which are divided once.
-    pub(super) fn shared(self, parts: usize) -> Shares {
-        Shares { rows: self.rows.div_ceil(parts.max(1)), of: self }
-    }
-
     #[inline(always)]
     fn rows(&self, rows: Range<usize>) {
         for row in rows {
             prefetch_bytes(self.from.wrapping_offset(self.row.wrapping_mul(row as isize)), self.width);
         }
-    }
-}
-
-/// The parts of rows that will be read soon. The last may be short or empty.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Shares {
-    of: Upcoming,
-    /// Of a part.
-    rows: usize,
-}
-
-impl Shares {
-    /// Asks for some of the parts.
-    #[inline(always)]
-    pub(super) fn fetch(&self, parts: Range<usize>) {
-        let end = |part: usize| self.of.rows.min(part.saturating_mul(self.rows));
-        self.of.rows(end(parts.start)..end(parts.end));
     }
 }

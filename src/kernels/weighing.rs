@@ -7,34 +7,28 @@
 //! of rows alone; 1.13 together, 1.22 and 1.38 with rows 1.5 and 3 times as dense). With operands in the second-level
 //! cache it is 1.43, of 1.17 and 0.42.
 
-use super::matrix::{Multiply, PRODUCTS, Session, TOGETHER, UNIT_ROWS};
+use super::beside::{Pace, Work};
+use super::dropout::{Dropped, Dropping};
+use super::matrix::{Session, UNIT_ROWS};
 use super::real::Real;
 use super::softmax::Softmax;
-use super::unit::{Requests, SCORES, Unit, WEIGHTS};
+use super::unit::{SCORES, Unit, WEIGHTS};
 use super::{KEYS, PANEL};
-
-/// One row.
-const ROW: usize = 1 << 16;
 
 /// The rows of a block, of which every one sees all 64 keys of a tile, without bias and cap.
 #[derive(Debug)]
 pub(super) struct Weighing<T> {
     pub(super) softmax: Softmax<T>,
+    /// After it, if there is dropout.
+    pub(super) dropping: Option<Dropping<T>>,
     /// Rows among [`UNIT_ROWS`] that are split from their powers.
     pub(super) to: *mut T,
     /// The next row.
     pub(super) row: usize,
-    /// Parts of a [`ROW`] that belong to each product of parts, and those that are due.
-    pace: usize,
-    due: usize,
+    pace: Pace,
 }
 
 impl<T> Weighing<T> {
-    /// What belongs to each of so many products of parts, if so many rows are to be weighed beside them.
-    fn pace(rows: usize, products: usize) -> usize {
-        (rows * ROW).div_ceil(products.max(1))
-    }
-
     /// Whether a row is left.
     #[inline(always)]
     pub(super) fn is_left(&self) -> bool {
@@ -44,14 +38,16 @@ impl<T> Weighing<T> {
     /// Counts a product.
     #[inline(always)]
     pub(super) fn count_product(&mut self) {
-        self.due += self.pace;
+        self.pace.count_product();
     }
 
     /// Whether a row is due, which is taken off.
     #[inline(always)]
     pub(super) fn take_due(&mut self) -> bool {
-        let due = self.due >= ROW && self.is_left();
-        self.due -= if due { ROW } else { 0 };
+        let due = self.pace.is_due() && self.is_left();
+        if due {
+            self.pace.take();
+        }
         due
     }
 }
@@ -68,7 +64,7 @@ impl<T: Real> Unit<'_, T> {
         session: &mut Session<'_, T>,
         all: &Softmax<T>,
         weights: *mut T,
-        requests: &Requests<'_, T>,
+        dropped: Option<Dropped<'_, T>>,
     ) {
         let &Softmax { rows, o, o_row, width, p, .. } = all;
         let blocks = rows.div_ceil(UNIT_ROWS);
@@ -81,8 +77,7 @@ impl<T: Real> Unit<'_, T> {
             let o = o.wrapping_add(index * UNIT_ROWS * o_row);
             self.values(weights(index), [block(index).len(), KEYS, width], o, o_row)
         };
-        let products = |product: Multiply<T>| product.steps * product.panels.div_ceil(TOGETHER) * PRODUCTS;
-        let (score_products, value_products) = (products(scores(0)), products(values(0)));
+        let (score_products, value_products) = (scores(0).products(), values(0).products());
         // SAFETY: blocks are 1 to 32 of the rows, of which there are all, and there is room for the scores and weights of two
         // (contract).
         unsafe {
@@ -93,19 +88,18 @@ impl<T: Real> Unit<'_, T> {
                 // In one piece, where it stays: a copy would wait for the unit's sums to reach memory, which are older.
                 let mut weighing = Weighing {
                     softmax: all.of_rows(block(index), p(index)),
+                    dropping: dropped.as_ref().map(|dropped| dropped.rows(block(index), p(index))),
                     to: weights(index),
                     row: 0,
-                    pace: Weighing::<T>::pace(block(index).len(), products),
-                    due: 0,
+                    pace: Pace::new(block(index).len(), products),
                 };
                 if has_before {
-                    session.multiply_weighing(&values(index - 1), &mut weighing);
+                    session.multiply_beside(&values(index - 1), Work::Weigh(&mut weighing));
                 }
                 if has_after {
-                    session.multiply_weighing(&scores(index + 1), &mut weighing);
+                    session.multiply_beside(&scores(index + 1), Work::Weigh(&mut weighing));
                 }
-                (self.matrix.weigh_rest)(&mut weighing);
-                requests.fetch(block(index));
+                (self.matrix.finish)(Work::Weigh(&mut weighing));
             }
             session.multiply(&values(blocks - 1));
         }

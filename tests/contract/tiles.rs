@@ -409,11 +409,19 @@ fn long_items_have_the_bits_of_short_ones() {
         check(&what, &core, &[Some(Q_LEN)], Within(200.0 * ROUNDING.0, 200.0 * ROUNDING.1));
         for way in tiled(&[Some(Q_LEN)]) {
             let long = core.answer(way).unwrap();
-            for query_tile in [64, 257, 300] {
+            for query_tile in [64, 127, 300] {
                 let short = core.answer(Way { query_tile: Some(query_tile), ..way }).unwrap();
                 assert_bits(&format!("{what}, {way}, {query_tile}"), &short.out, &long.out);
                 assert_bits(&format!("lse of {what}, {way}, {query_tile}"), &short.lse, &long.lse);
             }
+        }
+        // What is dropped does not depend on the item either.
+        let core = core.dropout(0.4, 7);
+        check(&format!("{what}, dropout"), &core, &[Some(Q_LEN)], Within(200.0 * ROUNDING.0, 200.0 * ROUNDING.1));
+        for way in tiled(&[Some(Q_LEN)]) {
+            let long = core.answer(way).unwrap();
+            let short = core.answer(Way { query_tile: Some(64), ..way }).unwrap();
+            assert_bits(&format!("{what}, {way}, dropout"), &short.out, &long.out);
         }
     }
 }
