@@ -10,8 +10,8 @@ use super::beside::{Coming, Work};
 use super::dropout::{Dropping, dropping_row};
 use super::matrix::{Extent, Matrix, Multiply, PARTS, STEP, SplitPanel, SplitRows, SplitSquare, UNIT_ROWS};
 use super::returning::{Part, Returning};
-use super::simd::{LATER, LINE, prefetch};
-use super::softmax::whole_row;
+use super::simd::{LATER, LINE, prefetch, prefetch_bytes};
+use super::softmax::{biased_row, whole_row};
 use super::weighing::Weighing;
 use super::{KEYS, PANEL};
 use std::arch::asm;
@@ -384,7 +384,15 @@ unsafe fn weigh_row(rows: &mut Weighing<f32>) {
     let row = rows.row;
     // SAFETY: the row is one of the step, and among the 32 of the target (contract).
     unsafe {
-        whole_row(Avx512::<f32>::assume(), &rows.softmax, row);
+        let s = Avx512::<f32>::assume();
+        match rows.bias {
+            None => whole_row(s, &rows.softmax, row),
+            Some((bias, apart)) => {
+                // Of the next block of rows, which are too far apart for the CPU to guess.
+                prefetch_bytes(bias.wrapping_add((UNIT_ROWS + row) * apart).cast(), KEYS * size_of::<f32>());
+                biased_row(s, &rows.softmax, bias.wrapping_add(row * apart), row);
+            }
+        }
         if let Some(dropping) = &rows.dropping {
             drop_row(dropping, row);
         }

@@ -22,6 +22,7 @@ use super::exp::{Powers, TOGETHER, exp2};
 use super::mods::{BiasRows, Mods, mod_rows};
 use super::real::Real;
 use super::simd::Simd;
+use super::tile::MAX_ROWS;
 use super::{KEYS, PANEL, key_bits};
 use num_traits::Float;
 use std::ops::Range;
@@ -115,6 +116,37 @@ pub(super) unsafe fn whole_row<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) 
     let rate = a.factor * S::Elem::LOG2_E;
     // SAFETY: the contract is the same.
     unsafe { one_row::<S, false, true>(s, a, (&Powers::new(s, rate), rate), row) }
+}
+
+/// The same with the biases of the row's 64 keys, which may hide some of them.
+///
+/// # Safety
+/// As [`whole_row`]; and the biases must be readable.
+#[inline(always)]
+pub(super) unsafe fn biased_row<S: Simd>(s: S, a: &Softmax<S::Elem>, bias: *const S::Elem, row: usize) {
+    let mut visible = u64::MAX;
+    let mods = Mods {
+        first: 0,
+        end: KEYS,
+        p: a.p.wrapping_add(row * KEYS),
+        visible: &raw mut visible,
+        bias: Some([bias; MAX_ROWS]),
+        softcap: None,
+        factor: a.factor,
+        slope: ptr::null_mut(),
+    };
+    // SAFETY: the row is there, and so is its bias (contract); the bits are those of the row.
+    unsafe {
+        let (factor, hides) = mod_rows(s, &mods, 1);
+        let rate = factor * S::Elem::LOG2_E;
+        let powers = Powers::new(s, rate);
+        if hides {
+            cold();
+            let a = Softmax { visible: (&raw mut visible).wrapping_sub(row), ..*a };
+            return one_row::<S, true, true>(s, &a, (&powers, rate), row);
+        }
+        one_row::<S, false, true>(s, a, (&powers, rate), row);
+    }
 }
 
 /// # Safety

@@ -396,9 +396,9 @@ impl<T: Real> Kernels<T> {
         };
 
         let mut session = Session::new(unit.matrix);
-        if rows >= FEWEST_BESIDE && softcap.is_none() && bias.is_none() && unit.queries.fit {
+        if rows >= FEWEST_BESIDE && softcap.is_none() && unit.queries.fit {
             // SAFETY: the slices above have all rows, and room for the scores and weights of two blocks.
-            unsafe { unit.attend_beside(&mut session, &softmax, weights, dropped) }
+            unsafe { unit.attend_beside(&mut session, &softmax, weights, biases, dropped) }
             return true;
         }
         let (p, o) = (softmax.p, softmax.o);

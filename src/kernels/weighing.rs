@@ -15,10 +15,12 @@ use super::softmax::Softmax;
 use super::unit::{SCORES, Unit, WEIGHTS};
 use super::{KEYS, PANEL};
 
-/// The rows of a block, of which every one sees all 64 keys of a tile, without bias and cap.
+/// The rows of a block, of which every one sees all 64 keys of a tile but for those that its bias hides, without a cap.
 #[derive(Debug)]
 pub(super) struct Weighing<T> {
     pub(super) softmax: Softmax<T>,
+    /// The biases of the rows, and numbers from row to row.
+    pub(super) bias: Option<(*const T, usize)>,
     /// After it, if there is dropout.
     pub(super) dropping: Option<Dropping<T>>,
     /// Rows among [`UNIT_ROWS`] that are split from their powers.
@@ -53,17 +55,18 @@ impl<T> Weighing<T> {
 }
 
 impl<T: Real> Unit<'_, T> {
-    /// Scores, softmax and values of rows that see all keys and fit the unit, block by block: the softmax of one is beside the
-    /// values of the one before and the scores of the one after.
+    /// Scores, softmax and values of rows that see all keys, or all but what their biases hide, and fit the unit, block by block:
+    /// the softmax of one is beside the values of the one before and the scores of the one after.
     ///
     /// # Safety
     /// As [`super::softmax::softmax`], of rows that this unit has, at least one, and all 64 keys; but `p` has room for two times
-    /// [`SCORES`] numbers, and `weights` for two times [`WEIGHTS`].
+    /// [`SCORES`] numbers, and `weights` for two times [`WEIGHTS`]. There are biases for all rows, if any.
     pub(super) unsafe fn attend_beside(
         &self,
         session: &mut Session<'_, T>,
         all: &Softmax<T>,
         weights: *mut T,
+        biases: Option<(&[T], usize)>,
         dropped: Option<Dropped<'_, T>>,
     ) {
         let &Softmax { rows, o, o_row, width, p, .. } = all;
@@ -88,6 +91,7 @@ impl<T: Real> Unit<'_, T> {
                 // In one piece, where it stays: a copy would wait for the unit's sums to reach memory, which are older.
                 let mut weighing = Weighing {
                     softmax: all.of_rows(block(index), p(index)),
+                    bias: biases.map(|(bias, apart)| (bias.as_ptr().wrapping_add(index * UNIT_ROWS * apart), apart)),
                     dropping: dropped.as_ref().map(|dropped| dropped.rows(block(index), p(index))),
                     to: weights(index),
                     row: 0,

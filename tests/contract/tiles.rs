@@ -415,13 +415,21 @@ fn long_items_have_the_bits_of_short_ones() {
                 assert_bits(&format!("lse of {what}, {way}, {query_tile}"), &short.lse, &long.lse);
             }
         }
-        // What is dropped does not depend on the item either.
-        let core = core.dropout(0.4, 7);
-        check(&format!("{what}, dropout"), &core, &[Some(Q_LEN)], Within(200.0 * ROUNDING.0, 200.0 * ROUNDING.1));
-        for way in tiled(&[Some(Q_LEN)]) {
-            let long = core.answer(way).unwrap();
-            let short = core.answer(Way { query_tile: Some(64), ..way }).unwrap();
-            assert_bits(&format!("{what}, {way}, dropout"), &short.out, &long.out);
+        // Nor does what is dropped depend on the item, or what a bias adds or hides.
+        let mut bias = draws.array((1, 1, Q_LEN, 3 * 64 + 9));
+        bias.iter_mut().step_by(5).for_each(|x| *x = f64::NEG_INFINITY);
+        // Some see nothing of a tile, or nothing at all.
+        bias.slice_mut(s![.., .., 100..120, ..64]).fill(f64::NEG_INFINITY);
+        bias.slice_mut(s![.., .., 300..305, ..]).fill(f64::NEG_INFINITY);
+        for (what, core) in [("dropout", core.clone().dropout(0.4, 7)), ("bias", core.bias(bias).dropout(0.1, 8))]
+            .map(|(with, core)| (format!("{what}, {with}"), core))
+        {
+            check(&what, &core, &[Some(Q_LEN)], Within(200.0 * ROUNDING.0, 200.0 * ROUNDING.1));
+            for way in tiled(&[Some(Q_LEN)]) {
+                let long = core.answer(way).unwrap();
+                let short = core.answer(Way { query_tile: Some(64), ..way }).unwrap();
+                assert_bits(&format!("{what}, {way}"), &short.out, &long.out);
+            }
         }
     }
 }
