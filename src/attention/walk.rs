@@ -256,7 +256,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             .then(|| self.kernels.split_queries(queries, [self.rows, dims.head_dim, dims.head_dim], split_queries));
         let queries = Asking { rows: queries, split: split.flatten() };
         let whole = self.whole_tiles();
-        // What is copied and split for the unit in between leaves the CPU time to guess: asked for besides, it comes later.
+        // What is split for the unit in between leaves the CPU time to guess: asked for besides, it comes later. (0.88 of the time
+        // without, 96 heads of 128 queries and keys; 0.99, 8 heads of 2048; two threads of an Emerald Rapids.)
         let asks = !self.unit && (self.rows > 1 || dims.kv_numbers() > HOT_NUMBERS);
         // Dense rules hide keys of any tile.
         let simple = self.at_once() && !self.mask.is_dense();

@@ -356,7 +356,7 @@ unsafe fn multiply_beside_work(m: &Multiply<f32>, work: Work<'_, f32>) {
 /// # Safety
 /// What the work reads and writes must be there.
 unsafe fn finish(work: Work<'_, f32>) {
-    // SAFETY: what is done is left; who has the unit has AVX-512.
+    // SAFETY: only what is left is done (contract); who has the unit has AVX-512.
     unsafe {
         match work {
             Work::Split(coming) => split_more(coming, usize::MAX),
@@ -439,12 +439,13 @@ unsafe fn drop_row(dropping: &Dropping<f32>, row: usize) {
 /// The part must be one that [`Returning::next`] gave, of rows whose arrays are there.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma,f16c")]
-unsafe fn return_part(rows: &mut Returning<f32>, Part { block, term, pair }: Part) {
+unsafe fn return_part(rows: &mut Returning<f32>, part: Part) {
+    let Part { block, term, pair } = part;
     let row = block * UNIT_ROWS + term;
     let both = [row, row + PANEL];
     // SAFETY: rows that there are, keys and places are those of the contract, as are the lanes.
     unsafe {
-        if let Some(dropping) = &rows.dropping {
+        if let Some(dropping) = rows.dropping.as_ref().filter(|_| rows.begins_rows(&part)) {
             both.into_iter().filter(|&row| row < rows.back.rows).for_each(|row| drop_row(dropping, row));
         }
         if !rows.biases.bias.is_null() {
