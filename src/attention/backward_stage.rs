@@ -22,7 +22,7 @@ use std::ops::Range;
 use super::backward_unit::{UnitRoom, UnitSize, begun};
 use crate::element::Element;
 use crate::kernels::{
-    BLOCKS, Dropped, Drops, Extent, KEYS, Kernels, Lines, MatrixUnit, OnTheWay, PAIRS, PANEL, RETURNED_PANEL,
+    BLOCKS, BOTH, Dropped, Drops, Extent, KEYS, Kernels, Lines, MatrixUnit, OnTheWay, PAIRS, PANEL, RETURNED_PANEL,
     RETURNED_PANELS, RETURNED_ROWS, ReturningRows, RowKey, STEP, SplitFactors, SplitQueries, Squares, Start, UNIT_ROWS,
     UnitProduct, panels_at, products_of_parts, split_keys_len, split_panel_len, split_rows_len, square_at, steps,
 };
@@ -36,9 +36,6 @@ pub(super) const PLACES: usize = 2;
 
 /// Numbers of p or d of a place.
 pub(super) const PLACE: usize = STAGE_ROWS * KEYS;
-
-/// Panels of a pair.
-const BOTH: usize = STEP / PANEL;
 
 /// Some rows of a step and a tile of the block of keys.
 #[derive(Debug, Clone)]
@@ -309,7 +306,7 @@ impl<T: Element> Operands<'_, '_, T> {
         }
     }
 
-    /// `d_q += d K`, `d_v += d_O^T p` and `d_k += Q^T d`. `split` are p, d and the rows of d.
+    /// `d_q += d K`, `d_v += d_O^T p` and `d_k += Q^T d`, from what p and d were split to: their panels, and the rows of d.
     fn gradients(
         &mut self,
         stage: &Stage,
@@ -333,12 +330,11 @@ impl<T: Element> Operands<'_, '_, T> {
             };
             self.unit.multiply(product, beside.as_deref_mut());
         }
-        // What the sums have been given before, they keep.
+        // Sums that have begun are added to.
         let starts = std::array::from_fn::<_, PAIRS, _>(|pair| match *self.begun & begun(stage.tile(), pair) {
             0 => Start::Zero,
             _ => Start::Add,
         });
-        // A few rows of the first operand meet all of the second, so that both come from the first-level cache the second time.
         for (i, (a, b)) in self.row_columns.into_iter().zip([d, p]).enumerate() {
             let dim = self.size.dims[i];
             for first in (0..dim).step_by(UNIT_ROWS) {

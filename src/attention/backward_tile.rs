@@ -97,7 +97,7 @@ impl Seen {
         &self.bits[..self.rows.len()]
     }
 
-    pub(super) fn bits_mut(&mut self) -> &mut [u64] {
+    fn bits_mut(&mut self) -> &mut [u64] {
         &mut self.bits[..self.rows.len()]
     }
 }

@@ -6,7 +6,7 @@
 //!                        d_k, d_v     for each tile, [head_dim or value_dim][64]             transposed
 //! of a step              Q, d_O       rows [rows][head_dim or value_dim]
 //!                        Q^T, d_O^T   rows [head_dim or value_dim][rows]                     d_k += Q^T d,  d_v += d_O^T p
-//! of a step and a tile   p, d         panels of keys [4][rows]; d rows [32][64] too
+//! of a stage             p, d         panels of keys [4][128]; d rows [4][32][64] too     see `backward_stage.rs`
 //! ```
 //!
 //! The scores have to be the very numbers that the lse was made of, rounding included: a probability is a power of their

@@ -514,7 +514,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         room
     }
 
-    /// The biases of all rows from a key on, if they lie in memory like that.
+    /// The biases from a row and a key on, if they are lines of memory.
     pub(super) fn bias_lines(&self, row: usize, key: usize) -> Option<Lines<'a, T>> {
         self.lines.map(|lines| lines.from(row, key))
     }

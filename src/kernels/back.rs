@@ -93,7 +93,8 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Back<S:
     }
 }
 
-/// What [`back`] makes of two vectors of two rows, from `key` on, without bias and cap: p and d, which are left as they were.
+/// What [`back`] makes of two vectors of each of two rows, from `key` on, without a cap: p and d, while the products stay as they
+/// are.
 /// Zeros of rows that are not there; the first of two comes first.
 ///
 /// # Safety

@@ -60,10 +60,10 @@ pub(crate) struct Dropped<'a, T> {
 }
 
 impl<T: Copy> Dropped<'_, T> {
-    /// That of some of the rows, for the numbers of the first of them at `to` and of the others after it.
-    pub(super) fn rows(&self, rows: Range<usize>, to: *mut T) -> Dropping<T> {
+    /// That of some of the rows, whose numbers are `[rows][64]` at `to`.
+    pub(super) fn rows(&self, rows: Range<usize>, to: *mut T, into: Into) -> Dropping<T> {
         let Self { keys, first, drops } = *self;
-        Dropping { rows: rows.len(), keys: keys[rows].as_ptr(), first, drops, to, into: Into::Multiply }
+        Dropping { rows: rows.len(), keys: keys[rows].as_ptr(), first, drops, to, into }
     }
 }
 
@@ -121,10 +121,10 @@ pub(super) unsafe fn dropping_row<S: Simd>(_: S, a: &Dropping<S::Elem>, row: usi
 impl<T: Copy> Kernels<T> {
     /// The factors `[rows][64]`, into the rows of `to` or multiplied with them.
     pub(crate) fn dropout(&self, dropped: &Dropped<'_, T>, to: &mut [T], into: Into) {
-        let Dropped { keys, first, drops } = *dropped;
-        let (rows, to) = (keys.len(), &mut to[..keys.len() * KEYS]);
+        let rows = dropped.keys.len();
+        let to = to[..rows * KEYS].as_mut_ptr();
         // SAFETY: the slices have a key for each row and a row of 64 numbers for each key.
-        unsafe { (self.dropping)(&Dropping { rows, keys: keys.as_ptr(), first, drops, to: to.as_mut_ptr(), into }) }
+        unsafe { (self.dropping)(&dropped.rows(0..rows, to, into)) }
     }
 }
 

@@ -116,8 +116,8 @@ pub(crate) use prepacked::Prepacked;
 pub(crate) use real::Real;
 pub(crate) use relay::{Cut, Pair, Relay, RelayItem, Targets};
 pub(crate) use returning::{
-    BLOCKS, OnTheWay, PAIRS, RETURNED_PANEL, RETURNED_PANELS, RETURNED_ROWS, ReturningRows, can_add_to, panels_at,
-    square_at,
+    BLOCKS, BOTH, OnTheWay, PAIRS, RETURNED_PANEL, RETURNED_PANELS, RETURNED_ROWS, ReturningRows, can_add_to,
+    panels_at, square_at,
 };
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use simd::fetch;

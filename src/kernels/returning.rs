@@ -30,7 +30,7 @@ pub(crate) const BLOCKS: usize = 4;
 pub(crate) const PAIRS: usize = KEYS / STEP;
 
 /// Panels of a pair.
-const BOTH: usize = STEP / PANEL;
+pub(crate) const BOTH: usize = STEP / PANEL;
 
 /// Numbers from a panel of p or d to the next.
 pub(crate) const RETURNED_PANEL: usize = BLOCKS * split_panel_len(UNIT_ROWS);
@@ -155,7 +155,7 @@ pub(crate) struct ReturningRows<'a, T> {
     pub(crate) rows: usize,
     /// The pairs of panels that each block of 32 rows sees something of.
     pub(crate) sees: [[bool; PAIRS]; BLOCKS],
-    /// `[rows][64]`: products in; p and d out, as [`super::back::BackGroup`] has them.
+    /// `[rows][64]`: of queries and keys, and of the context's gradient and the values. They stay as they are.
     pub(crate) products: [&'a mut [T]; 2],
     /// `[rows]`
     pub(crate) lse: &'a [T],
@@ -219,10 +219,7 @@ impl<'a, T: Copy> ReturningRows<'a, T> {
             assert!(sums.dim() == (rows, KEYS) && can_add_to(&sums), "lines of gradients for all rows");
             (biases.sums, biases.sums_row) = (sums.as_mut_ptr(), sums.strides()[0]);
         }
-        let dropping = dropout.map(|Dropped { keys, first, drops }| {
-            let (keys, to) = (keys[..rows].as_ptr(), z[..rows * KEYS].as_mut_ptr());
-            Dropping { rows, keys, first, drops, to, into: Into::Store }
-        });
+        let dropping = dropout.map(|dropped| dropped.rows(0..rows, z[..rows * KEYS].as_mut_ptr(), Into::Store));
         let pieces = PANEL * sees.iter().flatten().filter(|sees| **sees).count();
         let there = |block: usize| block * UNIT_ROWS < rows;
         assert!(sees.iter().enumerate().all(|(block, sees)| there(block) || *sees == [false; PAIRS]), "rows that see");

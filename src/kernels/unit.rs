@@ -23,7 +23,7 @@
 //! What a row gets does not depend on the rows beside it: each of its products is made by the unit if its tile of keys and
 //! the row itself fit (see `matrix.rs`), else by multiply-adds.
 
-use super::dropout::Dropped;
+use super::dropout::{Dropped, Into};
 use super::lines::Lines;
 use super::matrix::{
     Extent, Matrix, Multiply, STEP, Session, SplitPanel, SplitRows, UNIT_ROWS, split_panel_len, split_rows_len, steps,
@@ -423,7 +423,7 @@ impl<T: Real> Kernels<T> {
                         ..softmax.of_rows(rows.clone(), p)
                     });
                     if let Some(dropped) = &dropped {
-                        (self.dropping)(&dropped.rows(rows.clone(), p));
+                        (self.dropping)(&dropped.rows(rows.clone(), p, Into::Multiply));
                     }
                     unit.split(p, rows.len(), KEYS, weights.add((first - block.start) * PANEL));
                     session.stay_awake();

@@ -2,7 +2,6 @@
 
 use super::simd::prefetch_bytes;
 use ndarray::ArrayView2;
-use std::ops::Range;
 
 /// Rows of an array that will be read soon: each of those that work before asks memory for a part of them.
 ///
@@ -37,12 +36,7 @@ impl Upcoming {
     /// Asks for part `part` of `parts`.
     #[inline(always)]
     pub(crate) fn fetch(&self, part: usize, parts: usize) {
-        self.rows(self.rows * part / parts..self.rows * (part + 1) / parts);
-    }
-
-    #[inline(always)]
-    fn rows(&self, rows: Range<usize>) {
-        for row in rows {
+        for row in self.rows * part / parts..self.rows * (part + 1) / parts {
             prefetch_bytes(self.from.wrapping_offset(self.row.wrapping_mul(row as isize)), self.width);
         }
     }

@@ -8,7 +8,7 @@
 //! cache it is 1.43, of 1.17 and 0.42.
 
 use super::beside::{Pace, Work};
-use super::dropout::{Dropped, Dropping};
+use super::dropout::{Dropped, Dropping, Into};
 use super::matrix::{Session, UNIT_ROWS};
 use super::real::Real;
 use super::softmax::Softmax;
@@ -92,7 +92,7 @@ impl<T: Real> Unit<'_, T> {
                 let mut weighing = Weighing {
                     softmax: all.of_rows(block(index), p(index)),
                     bias: biases.map(|(bias, apart)| (bias.as_ptr().wrapping_add(index * UNIT_ROWS * apart), apart)),
-                    dropping: dropped.as_ref().map(|dropped| dropped.rows(block(index), p(index))),
+                    dropping: dropped.as_ref().map(|dropped| dropped.rows(block(index), p(index), Into::Multiply)),
                     to: weights(index),
                     row: 0,
                     pace: Pace::new(block(index).len(), products),
