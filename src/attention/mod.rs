@@ -51,6 +51,7 @@ mod sight;
 mod source;
 mod split;
 mod tables_backward;
+mod tiles;
 mod totals;
 mod walk;
 mod workspace;

@@ -14,15 +14,22 @@ pub(super) struct Room<'s, T> {
     pub(super) tile: TileRoom<'s, T>,
 }
 
-/// What each tile needs.
+/// What the tiles need, one after the other.
 pub(super) struct TileRoom<'s, T> {
+    pub(super) place: TilePlace<'s, T>,
+    /// Of the tile after, if there is a matrix unit.
+    pub(super) spare: TilePlace<'s, T>,
+    pub(super) rows: RowsRoom<'s, T>,
+}
+
+/// Where a tile is packed.
+pub(super) struct TilePlace<'s, T> {
     /// `[panels][head_dim][16]`
     pub(super) keys: &'s mut [T],
     /// `[width / 16][64][16]`
     pub(super) values: &'s mut [T],
     /// Both, split for the matrix unit.
     pub(super) split: [&'s mut [T]; 2],
-    pub(super) rows: RowsRoom<'s, T>,
 }
 
 /// What the rows that meet a packed tile need.
@@ -57,10 +64,16 @@ impl<'s, T: Element> Room<'s, T> {
             split_keys,
             split_values,
             weights,
+            spare_keys,
+            spare_values,
+            spare_split_keys,
+            spare_split_values,
             ..,
         ] = buffers;
         let rows = RowsRoom { scores, weights, bias, relative, row_keys };
-        let tile = TileRoom { keys, values, split: [split_keys, split_values], rows };
+        let place = TilePlace { keys, values, split: [split_keys, split_values] };
+        let (keys, values, split) = (spare_keys, spare_values, [spare_split_keys, spare_split_values]);
+        let tile = TileRoom { place, spare: TilePlace { keys, values, split }, rows };
         (State { context, maxima, sums }, Self { queries, split_queries, tile })
     }
 }

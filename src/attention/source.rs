@@ -4,7 +4,10 @@ use ndarray::{ArrayView4, s};
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, PANEL, SplitRoom, SplitTile, Unsplit, Upcoming, are_lines};
+use crate::kernels::{
+    Finite, KEYS, Kernels, Next, Operand, PANEL, SplitPlace, SplitRoom, SplitTile, Splitting, Unsplit, Upcoming,
+    are_lines,
+};
 
 /// A tile of keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -52,6 +55,16 @@ pub(crate) trait Source<T: 'static>: Sync {
         room: [&'s mut [T]; 2],
         split: Option<SplitRoom<'s, '_, T>>,
     ) -> Packed<'s, T>;
+
+    /// Begins to split a tile, which [`Source::tile`] is asked for afterwards with the same room, `done` if all of it fits. `None`
+    /// where nothing is won by that.
+    fn begin<'s>(
+        &'s self,
+        kernels: &'s Kernels<T>,
+        coming: &Coming,
+        room: [&'s mut [T]; 2],
+        place: SplitPlace<'s, T>,
+    ) -> Option<Splitting<'s, T>>;
 }
 
 /// Keys and values as arrays, packed for every walk that meets them.
@@ -72,15 +85,19 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
         mut split: Option<SplitRoom<'s, '_, T>>,
     ) -> Packed<'s, T> {
         debug_assert!(keys.start.is_multiple_of(KEYS) && keys.len() <= KEYS && panels.len().is_multiple_of(PANEL));
-        kernels.pack_panels(self.k.slice(s![entry, kv_head, keys.clone(), ..]), panels);
-        let v = self.v.slice(s![entry, kv_head, keys, ..]);
+        let done = split.as_ref().is_some_and(|room| room.done);
+        let v = self.v.slice(s![entry, kv_head, keys.clone(), ..]);
         // Lines of memory are split as they are, and packed only if they do not fit.
         let lines = split.is_some() && are_lines(v);
-        let mut finite = if lines { Finite::All } else { kernels.pack_values(v, rows).into() };
-        let mut fits = split.as_mut().is_some_and(|room| {
-            let values = if lines { Unsplit::Rows(v) } else { Unsplit::Tile(Operand::Own(&*rows)) };
-            kernels.split_tile(Operand::Own(panels), values, room)
-        });
+        if !done {
+            kernels.pack_panels(self.k.slice(s![entry, kv_head, keys, ..]), panels);
+        }
+        let mut finite = if done || lines { Finite::All } else { kernels.pack_values(v, rows).into() };
+        let mut fits = done
+            || split.as_mut().is_some_and(|room| {
+                let values = if lines { Unsplit::Rows(v) } else { Unsplit::Tile(Operand::Own(&*rows)) };
+                kernels.split_tile(Operand::Own(panels), values, room)
+            });
         if !fits && let Some(room) = &mut split {
             if lines {
                 finite = kernels.pack_values(v, rows).into();
@@ -93,5 +110,18 @@ impl<T: Element> Source<T> for Arrays<'_, T> {
             Next::Rows([Upcoming::new(self.k.slice(next)), Upcoming::new(self.v.slice(next))])
         });
         Packed { keys: Operand::Own(panels), values: Operand::Own(rows), split, finite, next }
+    }
+
+    fn begin<'s>(
+        &'s self,
+        kernels: &'s Kernels<T>,
+        Coming { entry, kv_head, keys }: &Coming,
+        [panels, _]: [&'s mut [T]; 2],
+        place: SplitPlace<'s, T>,
+    ) -> Option<Splitting<'s, T>> {
+        let tile = s![*entry, *kv_head, keys.clone(), ..];
+        let v = Some(self.v.slice(tile)).filter(|v| are_lines(*v))?;
+        kernels.pack_panels(self.k.slice(tile), panels);
+        kernels.begin_split(Operand::Own(panels), Unsplit::Rows(v), place)
     }
 }

@@ -18,14 +18,15 @@ use std::ops::Range;
 use super::bias::ScoreRow;
 use super::dropout::Dropout;
 use super::problem::{Dims, Rules};
-use super::room::{Room, RowsRoom, TileRoom};
+use super::room::{Room, RowsRoom, TilePlace, TileRoom};
 use super::sight::{BlockSight, Seeing};
-use super::source::{Coming, Packed, Source, Wanted};
+use super::source::{Coming, Source};
+use super::tiles::Step;
 use super::workspace::ItemSize;
 use crate::element::Element;
 use crate::kernels::{
-    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, Scoring, SplitQueries, SplitRoom,
-    UNIT_ROWS, Upcoming, rows_of_tile,
+    Dropped, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, PANEL, RowKey, RowsScoring, Scoring, SplitQueries,
+    Splitting, UNIT_ROWS, Upcoming, rows_of_tile,
 };
 use crate::mask::HeadMask;
 use ndarray::{ArrayView4, Axis, s};
@@ -115,13 +116,6 @@ struct Asking<'s, T> {
     /// `[rows][head_dim]`
     rows: &'s [T],
     split: Option<SplitQueries<'s, T>>,
-}
-
-/// One tile of keys, and what memory is asked for while the rows meet them.
-struct Step {
-    keys: Range<usize>,
-    next: Option<Coming>,
-    output: Option<Upcoming>,
 }
 
 /// The walk of one item.
@@ -244,7 +238,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             self.fill_row_keys(dropout, room.rows.row_keys);
         }
         if let Some(from) = &rules.relative_keys {
-            self.relative_products(from, queries, [&mut *room.keys, &mut *room.rows.scores], room.rows.relative);
+            self.relative_products(from, queries, [&mut *room.place.keys, &mut *room.rows.scores], room.rows.relative);
         }
         let keys_of = |tile: usize| dims.kv_len.min(tile * KEYS)..dims.kv_len.min((tile + 1) * KEYS);
         let mut after = after.map(|Rows { entry, kv_head, positions }| {
@@ -259,6 +253,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         // What is split for the unit in between leaves the CPU time to guess: asked for besides, it comes later. (0.88 of the time
         // without, 96 heads of 128 queries and keys; 0.99, 8 heads of 2048; two threads of an Emerald Rapids.)
         let asks = !self.unit && (self.rows > 1 || dims.kv_numbers() > HOT_NUMBERS);
+        let TileRoom { place, spare, rows } = room;
+        let mut done = false;
         // Dense rules hide keys of any tile.
         let simple = self.at_once() && !self.mask.is_dense();
         for tile in tiles.clone() {
@@ -271,12 +267,21 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 keys: keys_of(tile),
                 next: next.filter(|_| asks),
                 output: self.output.filter(|_| last && !self.unit),
+                done,
             };
-            if simple && whole.contains(&tile) && self.whole_tile(&step, queries, state, room) {
-                continue;
+            let mut coming = match self.unit && !last {
+                true => self.begin(keys_of(tile + 1), whole.contains(&(tile + 1)), spare),
+                false => None,
+            };
+            let all_see = whole.contains(&tile);
+            if !(simple && all_see && self.whole_tile(&step, queries, state, (place, rows), coming.as_mut())) {
+                let seeing = self.seeing(step.keys.clone(), all_see);
+                self.tile(step, seeing, queries, state, (place, rows), coming.as_mut());
             }
-            let seeing = self.seeing(step.keys.clone(), whole.contains(&tile));
-            self.tile(step, seeing, queries, state, room);
+            done = coming.is_some_and(Splitting::finish);
+            if self.unit {
+                std::mem::swap(place, spare);
+            }
         }
     }
 
@@ -294,14 +299,15 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         step: &Step,
         queries: Asking<'_, T>,
         state: &mut State<'_, T>,
-        room: &mut TileRoom<'_, T>,
+        (place, room): (&mut TilePlace<'_, T>, &mut RowsRoom<'_, T>),
+        coming: Option<&mut Splitting<'_, T>>,
     ) -> bool {
-        let TileRoom { keys, values, split, rows: RowsRoom { scores, weights, row_keys, .. } } = room;
+        let RowsRoom { scores, weights, row_keys, .. } = room;
         let groups = self.rows.div_ceil(MAX_ROWS);
-        let from = self.unpack(step, groups, [keys, values], split, weights);
+        let from = self.unpack(step, groups, place, weights);
         let tile = self.key_tile(from, step.output, 0..KEYS / PANEL, 0, groups);
         let all = self.group(0..self.rows, queries, state, [scores, weights]);
-        self.meet_at_once(&tile, step.keys.start, all, (0, row_keys))
+        self.meet_at_once(&tile, step.keys.start, all, (0, row_keys), coming)
     }
 
     /// [`Kernels::attend_rows`] with the rules of the walk: `rows` from `row` on meet the tile whose first key is `first`. With the
@@ -313,12 +319,18 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         first: usize,
         mut rows: Group<'_, T>,
         (row, row_keys): (usize, &[RowKey]),
+        coming: Option<&mut Splitting<'_, T>>,
     ) -> bool {
         let Rules { softcap, scale, dropout, .. } = self.call.rules;
         let keys = row..row + rows.rows;
-        let dropped = dropout.as_ref().map(|dropout| Dropped { keys: &row_keys[keys], first, drops: dropout.drops });
-        let bias = self.bias_lines(row, first);
-        self.kernels.attend_rows(&mut rows, tile, *softcap, bias, split_scale(*scale).1, dropped)
+        let dropped = |dropout: &Dropout<T>| Dropped { keys: &row_keys[keys], first, drops: dropout.drops };
+        let scoring = RowsScoring {
+            bias: self.bias_lines(row, first),
+            softcap: *softcap,
+            factor: split_scale(*scale).1,
+            dropout: dropout.as_ref().map(dropped),
+        };
+        self.kernels.attend_rows(&mut rows, tile, &scoring, coming)
     }
 
     /// Meets the keys of one tile.
@@ -328,15 +340,15 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         mut seeing: Seeing<'_>,
         queries: Asking<'_, T>,
         state: &mut State<'_, T>,
-        room: &mut TileRoom<'_, T>,
+        (place, room): (&mut TilePlace<'_, T>, &mut RowsRoom<'_, T>),
+        mut coming: Option<&mut Splitting<'_, T>>,
     ) {
         let keys = step.keys.clone();
         let mut at_once = self.at_once();
         let some = seeing.some.clone();
         let groups = some.len().div_ceil(MAX_ROWS);
         let most = if queries.split.is_some() { UNIT_ROWS } else { MAX_ROWS };
-        let TileRoom { keys: room_keys, values, split, rows: room } = room;
-        let (mut unpacked, mut packed) = (Some(([&mut **room_keys, &mut **values], split)), None);
+        let (mut unpacked, mut packed) = (Some(place), None);
         let mut row = some.start;
         loop {
             row = self.first_seeing(&seeing, row);
@@ -349,8 +361,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 continue;
             }
             // Packed for the first that see any of it.
-            if let Some((room_of, split)) = unpacked.take() {
-                packed = Some(self.unpack(&step, groups, room_of, split, room.weights));
+            if let Some(place) = unpacked.take() {
+                packed = Some(self.unpack(&step, groups, place, room.weights));
             }
             let Some(from) = packed else { continue };
             let first = (block.rows.start - some.start) / MAX_ROWS;
@@ -358,7 +370,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
             if at_once && row < block.run {
                 let run = block.run;
                 let all = self.group(row..run, queries, state, [&mut *room.scores, &mut *room.weights]);
-                if self.meet_at_once(&tile, keys.start, all, (row, room.row_keys)) {
+                if self.meet_at_once(&tile, keys.start, all, (row, room.row_keys), coming.as_deref_mut()) {
                     row = run;
                     continue;
                 }
@@ -366,7 +378,7 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
                 at_once = false;
             }
             row = block.rows.end;
-            self.block(&tile, keys.clone(), block, queries, state, room);
+            self.block(&tile, keys.clone(), block, queries, (&mut *state, &mut *room), coming.as_deref_mut());
         }
     }
 
@@ -377,13 +389,13 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         keys: Range<usize>,
         block: BlockSight,
         queries: Asking<'_, T>,
-        state: &mut State<'_, T>,
-        room: &mut RowsRoom<'_, T>,
+        (state, room): (&mut State<'_, T>, &mut RowsRoom<'_, T>),
+        mut coming: Option<&mut Splitting<'_, T>>,
     ) {
         let rules = self.call.rules;
         let rows = block.rows.clone();
         let mut all = self.group(rows.clone(), queries, state, [&mut *room.scores, &mut *room.weights]);
-        let mut unit = self.kernels.unit_scores(&mut all, tile);
+        let mut unit = self.kernels.unit_scores(&mut all, tile, coming.as_deref_mut());
         let by_unit = unit.is_some();
         for (index, sight) in block.groups.into_iter().enumerate() {
             let first = rows.start + index * MAX_ROWS;
@@ -427,44 +439,8 @@ impl<'p, 'a, T: Element> Walk<'p, 'a, T> {
         }
         if let Some(unit) = &mut unit {
             let mut all = self.group(rows, queries, state, [&mut *room.scores, &mut *room.weights]);
-            self.kernels.unit_values(unit, &mut all, tile);
+            self.kernels.unit_values(unit, &mut all, tile, coming);
         }
-    }
-
-    /// Keys and values of a tile, which `groups` groups of rows will read.
-    fn unpack<'s>(
-        &'s self,
-        step: &Step,
-        groups: usize,
-        room: [&'s mut [T]; 2],
-        split: &'s mut [&mut [T]; 2],
-        panel: &mut [T],
-    ) -> Packed<'s, T> {
-        let Rows { entry, kv_head, .. } = self.at;
-        let wanted = Wanted { entry, kv_head, keys: step.keys.clone(), next: step.next.clone(), groups };
-        let hidden = || self.call.hidden(entry, kv_head, step.keys.start / KEYS);
-        let split = self.unit.then(|| SplitRoom {
-            hidden: &hidden,
-            count: self.call.seen(&self.mask).min(step.keys.end).saturating_sub(step.keys.start),
-            head_dim: self.call.dims.head_dim,
-            width: self.width,
-            to: split.each_mut().map(|split| &mut **split),
-            panel,
-        });
-        self.call.source.tile(self.kernels, wanted, room, split)
-    }
-
-    /// A tile as group `group` of `groups` meets it.
-    fn key_tile<'s>(
-        &self,
-        from: Packed<'s, T>,
-        output: Option<Upcoming>,
-        panels: Range<usize>,
-        group: usize,
-        groups: usize,
-    ) -> KeyTile<'s, T> {
-        let Packed { keys, values, split, finite, next } = from;
-        KeyTile { keys, values, split, width: self.width, finite, panels, next, output, group, groups }
     }
 
     /// Some rows and what is known about them.

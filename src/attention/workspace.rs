@@ -27,7 +27,7 @@ use std::sync::atomic::AtomicUsize;
 /// the tiled path takes `rows * (head_dim + width + 17) + 64 * (head_dim + width) + 768` numbers, whatever the lengths.
 /// `rows` is at most `max(192, 102400 / (head_dim + value_dim))`, or one position of a group: half a MiB for heads of 64
 /// in `f32`. Where a matrix unit multiplies ([`Level::Amx`](crate::Level::Amx)), `rows` may be twice as many, and it takes
-/// `1.5 * (rows + 64) * head_dim + 96 * width + 4352` more, `head_dim` rounded up to 32. The other paths allocate in each call.
+/// `1.5 * rows * head_dim + 256 * (head_dim + width) + 9472` more, `head_dim` rounded up to 32. The other paths allocate in each call.
 ///
 /// With relative keys, an item takes a number more for each row and distance; a learned bias by distance takes a number for
 /// each head and distance. The distances are those that a call has, at most `q_len + 2 kv_len`, and that the table tells
@@ -244,8 +244,8 @@ impl ItemSize {
         Error::TooLarge { argument: "workspace", axes, got: vec![rows, head_dim, value_dim] }
     }
 
-    /// Queries, context, maxima, sums, keys, values, scores, bias, relative; split queries, keys and values, and weights. See
-    /// `walk.rs` for what is in them.
+    /// Queries, context, maxima, sums, keys, values, scores, bias, relative; split queries, keys and values, and weights;
+    /// keys and values of the tile after, as they are and split. See `walk.rs` for what is in them.
     pub(super) fn lengths(&self) -> Lengths {
         let Self { rows, dims: Dims { head_dim, .. }, biased, distances, unit, .. } = *self;
         let split = |numbers: usize| if unit { numbers } else { 0 };
@@ -264,6 +264,10 @@ impl ItemSize {
             split(split_keys_len(head_dim)),
             split(split_values_len(width)),
             split(UNIT_WEIGHTS),
+            split(head_dim.saturating_mul(KEYS)),
+            split(width.saturating_mul(KEYS)),
+            split(split_keys_len(head_dim)),
+            split(split_values_len(width)),
         ];
         Lengths::new(rows, &self.dims, &numbers, if self.drops { rows } else { 0 })
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{CacheShape, KvCache, Storage};
 use crate::attention::{Coming, Packed, Source, Wanted};
 use crate::error::{Error, Result, check_shape};
-use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, SplitRoom, Unsplit};
+use crate::kernels::{Finite, KEYS, Kernels, Next, Operand, SplitPlace, SplitRoom, Splitting, Unsplit};
 use crate::mask::{BoundMask, Held, Mask};
 use crate::position::FAR;
 
@@ -194,7 +194,7 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
         let (mut keys, mut values) = (S::operand(page.keys(kv_head)), S::operand(page.values(kv_head)));
         let finite = page.finite(kv_head);
         let fits = split.as_mut().is_some_and(|room| {
-            kernels.split_tile(keys, Unsplit::Tile(values), room) || {
+            room.done || kernels.split_tile(keys, Unsplit::Tile(values), room) || {
                 let (panels, rows) = (&mut *panels, &mut *rows);
                 kernels.copied(keys, panels);
                 kernels.copied(values, rows);
@@ -215,5 +215,17 @@ impl<S: Storage> Source<S::Element> for KvCache<S> {
             Some(Next::InPlace { keys, values })
         });
         Packed { keys, values, split, finite, next }
+    }
+
+    fn begin<'s>(
+        &'s self,
+        kernels: &'s Kernels<S::Element>,
+        Coming { entry, kv_head, keys }: &Coming,
+        _: [&'s mut [S::Element]; 2],
+        place: SplitPlace<'s, S::Element>,
+    ) -> Option<Splitting<'s, S::Element>> {
+        let page = self.page(*entry, keys.start)?;
+        let [keys, values] = [page.keys(*kv_head), page.values(*kv_head)].map(S::operand);
+        kernels.begin_split(keys, Unsplit::Tile(values), place)
     }
 }

@@ -3,7 +3,7 @@
 //! Whether it is there, how it is made ready, how numbers are split for it, and what goes beside its products, which are in
 //! `amx_tiles.rs`.
 
-use super::amx_tiles::{Beside, multiply, multiply_beside};
+use super::amx_tiles::{Beside, OfTile, multiply, multiply_beside};
 use super::avx512::Avx512;
 use super::back::two_rows;
 use super::beside::{Coming, Work};
@@ -347,6 +347,7 @@ unsafe fn multiply_beside_work(m: &Multiply<f32>, work: Work<'_, f32>) {
     unsafe {
         match work {
             Work::Split(coming) => multiply_beside(m, coming),
+            Work::SplitTile(coming) => multiply_beside(m, &mut OfTile(coming)),
             Work::Weigh(rows) => multiply_beside(m, rows),
             Work::Return(rows) => multiply_beside(m, rows),
         }
@@ -359,7 +360,7 @@ unsafe fn finish(work: Work<'_, f32>) {
     // SAFETY: only what is left is done (contract); who has the unit has AVX-512.
     unsafe {
         match work {
-            Work::Split(coming) => split_more(coming, usize::MAX),
+            Work::Split(coming) | Work::SplitTile(coming) => split_more(coming, usize::MAX),
             Work::Weigh(rows) => {
                 while rows.is_left() {
                     weigh_row(rows);
@@ -385,26 +386,28 @@ unsafe fn weigh_row(rows: &mut Weighing<f32>) {
     // SAFETY: the row is one of the step, and among the 32 of the target (contract).
     unsafe {
         let s = Avx512::<f32>::assume();
-        match rows.bias {
+        let mut powers = match rows.bias {
             None => whole_row(s, &rows.softmax, row),
             Some((bias, apart)) => {
                 // Of the next block of rows, which are too far apart for the CPU to guess.
                 prefetch_bytes(bias.wrapping_add((UNIT_ROWS + row) * apart).cast(), KEYS * size_of::<f32>());
-                biased_row(s, &rows.softmax, bias.wrapping_add(row * apart), row);
+                biased_row(s, &rows.softmax, bias.wrapping_add(row * apart), row)
+            }
+        };
+        if let Some(dropping) = &rows.dropping {
+            let p = rows.softmax.p.add(row * KEYS);
+            for (v, powers) in powers.iter().enumerate() {
+                _mm512_storeu_ps(p.add(v * PANEL), *powers);
+            }
+            drop_row(dropping, row);
+            for (v, powers) in powers.iter_mut().enumerate() {
+                *powers = _mm512_loadu_ps(p.add(v * PANEL));
             }
         }
-        if let Some(dropping) = &rows.dropping {
-            drop_row(dropping, row);
-        }
-        split_weights(&SplitRows {
-            rows: 1,
-            terms: KEYS,
-            from: rows.softmax.p.add(row * KEYS),
-            from_row: KEYS,
-            from_next: PANEL,
-            to: rows.to.add(row * PANEL),
-            to_part: UNIT_ROWS * PANEL,
-        });
+        let [a, b, c, d] = powers;
+        let to = rows.to.add(row * PANEL);
+        store(split(a, b), to, UNIT_ROWS * PANEL);
+        store(split(c, d), to.add(PARTS * UNIT_ROWS * PANEL), UNIT_ROWS * PANEL);
     }
     rows.row += 1;
 }
@@ -490,19 +493,19 @@ pub(super) unsafe fn split_more(coming: &mut Coming<f32>, lines: usize) {
         let all = panel.terms.div_ceil(STEP) * PANEL;
         let end = all.min(coming.line.saturating_add(left));
         left -= end - coming.line;
-        let lanes = coming.largest[coming.panel].as_ptr();
+        let lanes = coming.largest[coming.run].as_mut_ptr();
         // SAFETY: there are as many lanes, and the lines are some of the panel (contract).
         unsafe {
             let mut largest = _mm512_loadu_si512(lanes.cast());
             for line in coming.line..end {
-                largest = split_line(panel, line, largest);
+                largest = split_line(&panel, line, largest);
             }
-            _mm512_storeu_si512(coming.largest[coming.panel].as_mut_ptr().cast(), largest);
+            _mm512_storeu_si512(lanes.cast(), largest);
         }
         coming.line = end;
         if end < all {
             return;
         }
-        (coming.panel, coming.line) = (coming.panel + 1, 0);
+        coming.end_panel();
     }
 }

@@ -309,6 +309,19 @@ pub(super) trait Beside {
     unsafe fn more(&mut self);
 }
 
+/// Panels of a tile, beside products whose sums are where they were a moment ago.
+pub(super) struct OfTile<'c>(pub(super) &'c mut Coming<f32>);
+
+impl Beside for OfTile<'_> {
+    const ASKS_AHEAD: bool = false;
+
+    #[inline(always)]
+    unsafe fn more(&mut self) {
+        // SAFETY: the contract is handed on.
+        unsafe { split_more(self.0, self.0.pace) }
+    }
+}
+
 impl Beside for Coming<f32> {
     const ASKS_AHEAD: bool = true;
 

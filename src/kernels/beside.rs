@@ -12,8 +12,10 @@ use super::weighing::Weighing;
 /// What the vectors of the CPU have to do while the unit multiplies.
 #[derive(Debug)]
 pub(super) enum Work<'w, T> {
-    /// Panels to come are split.
+    /// Panels to come are split, and memory is asked for the sums of the next rows.
     Split(&'w mut Coming<T>),
+    /// Panels to come are split.
+    SplitTile(&'w mut Coming<T>),
     /// Rows of scores become split weights.
     Weigh(&'w mut Weighing<T>),
     /// Rows go back through the softmax, and are split.
@@ -55,58 +57,91 @@ impl Pace {
     }
 }
 
+/// Panels side by side that are to be split.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PanelRun<T> {
+    pub(super) terms: usize,
+    /// Of all panels; those that the last one misses become zeros.
+    pub(super) columns: usize,
+    pub(super) from: *const T,
+    /// Numbers from term to term.
+    pub(super) from_row: usize,
+    /// Numbers from panel to panel.
+    pub(super) from_panel: usize,
+    pub(super) to: *mut T,
+    pub(super) to_panel: usize,
+}
+
+impl<T> PanelRun<T> {
+    const NOTHING: Self = Self {
+        terms: 0,
+        columns: 0,
+        from: std::ptr::null(),
+        from_row: 0,
+        from_panel: 0,
+        to: std::ptr::null_mut(),
+        to_panel: 0,
+    };
+
+    /// Lines of each part of a panel.
+    fn lines(&self) -> usize {
+        steps(self.terms) * PANEL
+    }
+}
+
 /// Panels that are split bit by bit, a line of each part at a time: the unit leaves the vectors of the CPU idle, and they have
 /// time to wait for memory too.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Coming<T> {
-    panels: [SplitPanel<T>; TOGETHER],
+    runs: [PanelRun<T>; TOGETHER],
     count: usize,
-    /// Where the next line is.
-    pub(super) panel: usize,
+    /// Where the next line is: the run, the panel of it, the line of that.
+    pub(super) run: usize,
+    panel: usize,
     pub(super) line: usize,
     /// Lines to be split beside each product of parts.
     pub(super) pace: usize,
     /// Memory to be asked for, so many lines beside each product of parts.
     pub(super) from: *const u8,
     pub(super) fetches: usize,
-    /// The largest absolute values of each panel, lane by lane.
+    /// The largest absolute values of each run, lane by lane.
     pub(super) largest: [[u32; PANEL]; TOGETHER],
 }
 
 impl<T> Coming<T> {
     /// No panels.
-    pub(super) fn nothing() -> Self {
-        let panel = SplitPanel { terms: 0, columns: 0, from: std::ptr::null(), from_row: 0, to: std::ptr::null_mut() };
-        let panels = std::array::from_fn(|_| SplitPanel { ..panel });
-        Self {
-            panels,
-            count: 0,
-            panel: 0,
-            line: 0,
-            pace: 0,
-            from: std::ptr::null(),
-            fetches: 0,
-            largest: [[0; PANEL]; TOGETHER],
-        }
-    }
+    pub(super) const NOTHING: Self = Self {
+        runs: [PanelRun::NOTHING; TOGETHER],
+        count: 0,
+        run: 0,
+        panel: 0,
+        line: 0,
+        pace: 0,
+        from: std::ptr::null(),
+        fetches: 0,
+        largest: [[0; PANEL]; TOGETHER],
+    };
 
     /// Forgets the panels. (A copy of nothing would wait for the unit's sums to reach memory, which are older.)
     pub(super) fn clear(&mut self) {
-        (self.count, self.panel, self.line, self.fetches) = (0, 0, 0, 0);
+        (self.count, self.run, self.panel, self.line, self.fetches) = (0, 0, 0, 0, 0);
     }
 
-    /// One more; there are [`TOGETHER`] at most.
+    /// Some more; there are [`TOGETHER`] runs at most.
     ///
     /// # Safety
-    /// The columns must be readable for all terms and the panel writable until all lines are split.
-    pub(super) unsafe fn push(&mut self, panel: SplitPanel<T>) {
-        let SplitPanel { terms, columns, from, from_row, to } = panel;
-        let place = &mut self.panels[self.count];
-        place.terms = terms;
+    /// The columns must be readable for all terms and the panels writable until all lines are split.
+    pub(super) unsafe fn push(&mut self, run: PanelRun<T>) {
+        let PanelRun { terms, columns, from, from_row, from_panel, to, to_panel } = run;
+        let place = &mut self.runs[self.count];
+        // One by one, as above. Without a column there is no line.
+        place.terms = if columns == 0 { 0 } else { terms };
         place.columns = columns;
         place.from = from;
         place.from_row = from_row;
+        place.from_panel = from_panel;
         place.to = to;
+        place.to_panel = to_panel;
         self.largest[self.count] = [0; PANEL];
         self.count += 1;
     }
@@ -122,17 +157,33 @@ impl<T> Coming<T> {
     }
 
     /// The panel whose turn it is.
-    #[inline]
-    pub(super) fn next(&self) -> Option<&SplitPanel<T>> {
-        self.panels[..self.count].get(self.panel)
+    #[inline(always)]
+    pub(super) fn next(&self) -> Option<SplitPanel<T>> {
+        let run = self.runs[..self.count].get(self.run)?;
+        Some(SplitPanel {
+            terms: run.terms,
+            columns: (run.columns - self.panel * PANEL).min(PANEL),
+            from: run.from.wrapping_add(self.panel * run.from_panel),
+            from_row: run.from_row,
+            to: run.to.wrapping_add(self.panel * run.to_panel),
+        })
+    }
+
+    /// Goes to the next panel.
+    #[inline(always)]
+    pub(super) fn end_panel(&mut self) {
+        (self.panel, self.line) = (self.panel + 1, 0);
+        if self.panel * PANEL >= self.runs[self.run].columns {
+            (self.run, self.panel) = (self.run + 1, 0);
+        }
     }
 
     /// All lines of all panels.
     pub(super) fn lines(&self) -> usize {
-        self.count * steps(self.panels[0].terms) * PANEL
+        self.runs[..self.count].iter().map(|run| run.columns.div_ceil(PANEL) * run.lines()).sum()
     }
 
-    pub(super) fn extent(&self, panel: usize) -> Extent {
-        Extent { largest: self.largest[panel].iter().copied().fold(0, u32::max) }
+    pub(super) fn extent(&self, run: usize) -> Extent {
+        Extent { largest: self.largest[run].iter().copied().fold(0, u32::max) }
     }
 }

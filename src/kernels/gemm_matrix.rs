@@ -29,11 +29,10 @@
 //! `x` with such a number, and a panel of `w` with one, whatever the others hold. So a NaN stays in its row or column.
 
 use super::PANEL;
-use super::beside::{Coming, Work};
+use super::beside::{Coming, PanelRun, Work};
 use super::gemm::{Broadcast, Panels, chunks, is_forward, is_unit, strip_len};
 use super::matrix::{
-    Matrix, Multiply, PRODUCTS, Session, SplitPanel, SplitRows, TOGETHER, UNIT_ROWS, split_panel_len, split_rows_len,
-    steps,
+    Matrix, Multiply, PRODUCTS, Session, SplitRows, TOGETHER, UNIT_ROWS, split_panel_len, split_rows_len, steps,
 };
 use super::prepacked::Prepacked;
 use super::real::Real;
@@ -220,7 +219,7 @@ impl<T: Real> Part<'_, '_, T> {
         let to = room.panels.as_mut_ptr();
         let groups = chunks(0..out.ncols(), TOGETHER * PANEL);
         let mut next_groups = groups.clone();
-        let mut coming = Coming::nothing();
+        let mut coming = Coming::NOTHING;
         self.come(&mut coming, next_groups.next(), to, room.strip);
         for columns in groups {
             // SAFETY: as written in `come`: what it reads and writes has not been touched since.
@@ -284,7 +283,9 @@ impl<T: Real> Part<'_, '_, T> {
             let (from, to) = (from.wrapping_add(index * from_panel), to.wrapping_add(index * split_panel_len(terms)));
             // SAFETY: the terms and columns of `w`, or of a copy in `strip`, stay readable until the next panels come, and there
             // is room for so many panels from `to` on (`lens`).
-            unsafe { coming.push(SplitPanel { terms, columns: columns.len(), from, from_row, to }) };
+            unsafe {
+                coming.push(PanelRun { terms, columns: columns.len(), from, from_row, from_panel: 0, to, to_panel: 0 });
+            }
         }
         coming.pace = coming.lines().div_ceil(products);
     }

@@ -246,6 +246,21 @@ impl<'m, T> Session<'m, T> {
         }
     }
 
+    /// A product, and some of the work beside it if there is any.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline]
+    pub(super) unsafe fn multiply_with(&mut self, product: &Multiply<T>, work: Option<Work<'_, T>>) {
+        // SAFETY: the contract is handed on.
+        unsafe {
+            match work {
+                Some(work) => self.multiply_beside(product, work),
+                None => self.multiply(product),
+            }
+        }
+    }
+
     /// Keeps the unit from falling asleep where the next product is some time off.
     #[inline]
     pub(crate) fn stay_awake(&mut self) {

@@ -19,6 +19,7 @@
 //! | `mods.rs`, `lines.rs` | soft cap and bias |
 //! | `softmax.rs` | one step of the online softmax |
 //! | `unit.rs` | many queries meet one tile of keys by the matrix unit |
+//! | `splitting.rs` | a tile of keys and values is split for it |
 //! | `beside.rs`, `weighing.rs` | what vectors do beside products of the matrix unit; the softmax of rows |
 //! | `matrix_unit.rs` | the products of backward by the matrix unit |
 //! | `returning.rs` | rows go back through the softmax beside them |
@@ -81,6 +82,7 @@ mod scratch;
 mod simd;
 mod slab;
 mod softmax;
+mod splitting;
 mod step;
 mod table;
 #[cfg(test)]
@@ -119,16 +121,17 @@ pub(crate) use returning::{
     BLOCKS, BOTH, OnTheWay, PAIRS, RETURNED_PANEL, RETURNED_PANELS, RETURNED_ROWS, ReturningRows, can_add_to,
     panels_at, square_at,
 };
+pub(crate) use rows::RowsScoring;
 pub(crate) use scratch::{aligned, reserve};
 pub(crate) use simd::fetch;
 pub(crate) use slab::Lot;
+pub(crate) use splitting::{
+    SplitPlace, SplitRoom, SplitTile, Splitting, Unsplit, are_lines, clear_keys, split_keys_len, split_values_len,
+};
 pub(crate) use step::{Finite, Group, KeyTile, Next, Queries, Scoring, Visible, rows_of_tile};
 pub(crate) use table::{Kernels, kernels_f32, kernels_f64};
 pub(crate) use tile::{MAX_ROWS, Product, Start, Stride};
-pub(crate) use unit::{
-    SplitFactors, SplitQueries, SplitRoom, SplitTile, UNIT_SCORES, UNIT_WEIGHTS, Unsplit, are_lines, clear_keys,
-    split_keys_len, split_values_len,
-};
+pub(crate) use unit::{SplitFactors, SplitQueries, UNIT_SCORES, UNIT_WEIGHTS};
 pub(crate) use upcoming::Upcoming;
 
 /// Columns of a panel, at every level and for both types.

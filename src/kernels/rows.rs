@@ -16,31 +16,44 @@ use super::dropout::Dropped;
 use super::lines::Lines;
 use super::real::Real;
 use super::softmax::Softmax;
+use super::splitting::Splitting;
 use super::step::{Finite, Group, KeyTile, extent};
 use super::table::{Kernels, VALUES_PANEL, values_len};
 use super::tile::{Ahead, MAX_ROWS, Start, Stride, Tile};
 use super::{KEYS, PANEL};
 use std::ptr;
 
+/// What happens between scores and probabilities of rows that see all keys of a tile, but for those that a bias hides.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowsScoring<'a, T> {
+    /// The biases from the first row and the first key of the tile on.
+    pub(crate) bias: Option<Lines<'a, T>>,
+    /// Finite and positive.
+    pub(crate) softcap: Option<T>,
+    /// `|scale|`, as in [`super::Scoring`].
+    pub(crate) factor: T,
+    /// Of each row, after the softmax.
+    pub(crate) dropout: Option<Dropped<'a, T>>,
+}
+
 impl<T: Real> Kernels<T> {
     /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
     /// bias hides; `p: [2][6][64]`. Does nothing and returns false if values that are not finite may be hidden, or if there is
-    /// dropout and no matrix unit that multiplies.
+    /// dropout and no matrix unit that multiplies. The unit splits some of the tile to come.
     pub(crate) fn attend_rows(
         &self,
         all: &mut Group<'_, T>,
         tile: &KeyTile<'_, T>,
-        softcap: Option<T>,
-        bias: Option<Lines<'_, T>>,
-        factor: T,
-        dropped: Option<Dropped<'_, T>>,
+        scoring: &RowsScoring<'_, T>,
+        coming: Option<&mut Splitting<'_, T>>,
     ) -> bool {
-        if self.unit_attend_rows(all, tile, softcap, bias, factor, dropped) {
+        if self.unit_attend_rows(all, tile, scoring, coming) {
             return true;
         }
+        let RowsScoring { bias, softcap, factor, dropout } = *scoring;
         let Group { rows, head_dim, q_row, o_row, .. } = *all;
         // A bias can hide keys, whose values have to be left out if they are not finite.
-        if rows == 0 || dropped.is_some() || bias.is_some() && tile.finite == Finite::NotAll {
+        if rows == 0 || dropout.is_some() || bias.is_some() && tile.finite == Finite::NotAll {
             return false;
         }
         let biases = bias.map(|bias| bias.extent(rows, KEYS));
@@ -149,7 +162,9 @@ impl<T: Real> Kernels<T> {
 #[cfg(test)]
 mod tests {
     use crate::kernels::testing::{Numbers, at_every_level, nans};
-    use crate::kernels::{Finite, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Next, Operand, PANEL, Real, Scoring};
+    use crate::kernels::{
+        Finite, Group, KEYS, Kernels, KeyTile, Lines, MAX_ROWS, Next, Operand, PANEL, Real, RowsScoring, Scoring,
+    };
 
     /// `m`, `l` and `o` after two tiles, all rows at once or group by group.
     fn run<T: Real>(
@@ -192,7 +207,8 @@ mod tests {
                     weights: &mut [],
                 };
                 if at_once {
-                    assert!(kernels.attend_rows(&mut group, &tile, softcap, bias, factor, None));
+                    let scoring = RowsScoring { bias, softcap, factor, dropout: None };
+                    assert!(kernels.attend_rows(&mut group, &tile, &scoring, None));
                 } else {
                     let bias = bias.map(|bias| bias.group(first..first + group.rows, 0..KEYS));
                     let scoring = Scoring { visible: None, bias, softcap, factor, dropout: None };

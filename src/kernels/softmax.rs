@@ -103,19 +103,48 @@ unsafe fn rows<S: Simd, const MASKED: bool, const WHOLE: bool>(s: S, a: &Softmax
     let powers = powers.in_memory::<S>();
     for row in 0..a.rows {
         // SAFETY: row < rows; the contract is handed on.
-        unsafe { one_row::<S, MASKED, WHOLE>(s, a, (powers, rate), row) }
+        unsafe {
+            one_row::<S, MASKED, WHOLE>(s, a, (powers, rate), row, |key, e| {
+                for (v, e) in e.into_iter().enumerate() {
+                    let key = key + v * S::LANES;
+                    if WHOLE || (a.first..a.end).contains(&key) {
+                        s.store(a.p.add(row * KEYS + key), e);
+                    }
+                }
+            });
+        }
     }
 }
 
-/// [`softmax`] of one row of the step, without bias and cap, where every key of the tile is visible: to the same bits.
+/// The powers of a tile's keys, in vectors.
+pub(super) type RowOfPowers<S> = [<S as Simd>::V; TOGETHER];
+
+/// [`softmax`] of one row of the step, without bias and cap, where every key of the tile is visible: to the same bits, but the
+/// powers are not written to memory.
 ///
 /// # Safety
 /// As [`softmax`], with such a row.
 #[inline(always)]
-pub(super) unsafe fn whole_row<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) {
+pub(super) unsafe fn whole_row<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) -> RowOfPowers<S> {
     let rate = a.factor * S::Elem::LOG2_E;
     // SAFETY: the contract is the same.
-    unsafe { one_row::<S, false, true>(s, a, (&Powers::new(s, rate), rate), row) }
+    unsafe { powers_of_row::<S, false>(s, a, (&Powers::new(s, rate), rate), row) }
+}
+
+/// # Safety
+/// As [`softmax`], with a row that meets all keys of the tile.
+#[inline(always)]
+unsafe fn powers_of_row<S: Simd, const MASKED: bool>(
+    s: S,
+    a: &Softmax<S::Elem>,
+    powers: (&Powers<S::V>, S::Elem),
+    row: usize,
+) -> RowOfPowers<S> {
+    const { assert!(TOGETHER * S::LANES == KEYS, "a row is made at once") };
+    let mut all = [s.zero(); TOGETHER];
+    // SAFETY: the contract is the same.
+    unsafe { one_row::<S, MASKED, true>(s, a, powers, row, |_, e| all = e) }
+    all
 }
 
 /// The same with the biases of the row's 64 keys, which may hide some of them.
@@ -123,7 +152,12 @@ pub(super) unsafe fn whole_row<S: Simd>(s: S, a: &Softmax<S::Elem>, row: usize) 
 /// # Safety
 /// As [`whole_row`]; and the biases must be readable.
 #[inline(always)]
-pub(super) unsafe fn biased_row<S: Simd>(s: S, a: &Softmax<S::Elem>, bias: *const S::Elem, row: usize) {
+pub(super) unsafe fn biased_row<S: Simd>(
+    s: S,
+    a: &Softmax<S::Elem>,
+    bias: *const S::Elem,
+    row: usize,
+) -> RowOfPowers<S> {
     let mut visible = u64::MAX;
     let mods = Mods {
         first: 0,
@@ -143,12 +177,14 @@ pub(super) unsafe fn biased_row<S: Simd>(s: S, a: &Softmax<S::Elem>, bias: *cons
         if hides {
             cold();
             let a = Softmax { visible: (&raw mut visible).wrapping_sub(row), ..*a };
-            return one_row::<S, true, true>(s, &a, (&powers, rate), row);
+            return powers_of_row::<S, true>(s, &a, (&powers, rate), row);
         }
-        one_row::<S, false, true>(s, a, (&powers, rate), row);
+        powers_of_row::<S, false>(s, a, (&powers, rate), row)
     }
 }
 
+/// The powers go to `sink`, those of the vectors from a key on; vectors out of the range are not to be written.
+///
 /// # Safety
 /// As [`softmax`]; `row` is one of the step.
 #[inline(always)]
@@ -157,6 +193,7 @@ unsafe fn one_row<S: Simd, const MASKED: bool, const WHOLE: bool>(
     a: &Softmax<S::Elem>,
     (powers, rate): (&Powers<S::V>, S::Elem),
     row: usize,
+    mut sink: impl FnMut(usize, [S::V; TOGETHER]),
 ) {
     let (first, end) = if WHOLE { (0, KEYS) } else { (a.first, a.end) };
     // SAFETY: row < rows, and keys run over first..end within 64, both multiples of LANES (contract).
@@ -170,9 +207,7 @@ unsafe fn one_row<S: Simd, const MASKED: bool, const WHOLE: bool>(
         if *row.m == S::Elem::neg_infinity() {
             cold();
             if MASKED && visible & key_bits(first, end) == 0 {
-                for key in (first..end).step_by(S::LANES) {
-                    s.store(a.p.add(row.row * KEYS + key), s.zero());
-                }
+                keys.for_each(|key| sink(key, [s.zero(); TOGETHER]));
                 return;
             }
             let mut top = s.splat(S::Elem::neg_infinity());
@@ -183,7 +218,7 @@ unsafe fn one_row<S: Simd, const MASKED: bool, const WHOLE: bool>(
             *row.m = s.reduce_max(top).max(S::Elem::min_value());
         }
         for key in keys {
-            row.exponentiate::<MASKED, WHOLE>(key);
+            sink(key, row.exponentiate::<MASKED, WHOLE>(key));
         }
         s.store(l, row.sum);
     }
@@ -206,12 +241,12 @@ struct Row<'a, S: Simd> {
 }
 
 impl<S: Simd> Row<'_, S> {
-    /// Scores to powers, those vectors from `key` on that are in the range.
+    /// The powers of the scores, those vectors from `key` on that are in the range.
     ///
     /// # Safety
     /// As [`softmax`].
     #[inline(always)]
-    unsafe fn exponentiate<const MASKED: bool, const WHOLE: bool>(&mut self, key: usize) {
+    unsafe fn exponentiate<const MASKED: bool, const WHOLE: bool>(&mut self, key: usize) -> [S::V; TOGETHER] {
         let s = self.s;
         // SAFETY: those that are in the range are readable and writable (contract).
         unsafe {
@@ -223,13 +258,8 @@ impl<S: Simd> Row<'_, S> {
                 self.move_reference(self.scores::<MASKED, WHOLE>(key), key);
                 (e, part) = self.powers_of(self.scores::<MASKED, WHOLE>(key));
             }
-            for (v, e) in e.into_iter().enumerate() {
-                let key = key + v * S::LANES;
-                if WHOLE || self.counts(key) {
-                    s.store(self.a.p.add(self.row * KEYS + key), e);
-                }
-            }
             self.sum = s.add(self.sum, part);
+            e
         }
     }
 

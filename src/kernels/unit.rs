@@ -23,21 +23,21 @@
 //! What a row gets does not depend on the rows beside it: each of its products is made by the unit if its tile of keys and
 //! the row itself fit (see `matrix.rs`), else by multiply-adds.
 
-use super::dropout::{Dropped, Into};
-use super::lines::Lines;
+use super::dropout::Into;
 use super::matrix::{
-    Extent, Matrix, Multiply, STEP, Session, SplitPanel, SplitRows, UNIT_ROWS, split_panel_len, split_rows_len, steps,
+    Extent, Matrix, Multiply, STEP, Session, SplitRows, UNIT_ROWS, split_panel_len, split_rows_len, steps,
 };
 use super::matrix_unit::MatrixUnit;
 use super::operand::Operand;
 use super::real::Real;
 use super::returning::OnTheWay;
+use super::rows::RowsScoring;
 use super::softmax::Softmax;
+use super::splitting::{SplitTile, Splitting};
 use super::step::{Group, KeyTile, Queries, extent};
-use super::table::{Kernels, VALUES_PANEL};
+use super::table::Kernels;
 use super::tile::{MAX_ROWS, Start};
 use super::{KEYS, PANEL};
-use ndarray::{ArrayView2, s};
 use std::ops::Range;
 use std::ptr;
 
@@ -109,75 +109,6 @@ pub(crate) struct SplitFactors<'a, T> {
     pub(crate) split: &'a [T],
 }
 
-/// A split tile of keys and values.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SplitTile<'a, T> {
-    /// Panels of 16 keys.
-    keys: &'a [T],
-    /// Panels of 16 columns.
-    values: &'a [T],
-    /// Instructions that the terms of the values take.
-    steps: usize,
-}
-
-/// Values that are to be split: of a packed tile, or rows as they are.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Unsplit<'a, T> {
-    Tile(Operand<'a, T>),
-    /// See [`are_lines`].
-    Rows(ArrayView2<'a, T>),
-}
-
-/// Where a tile of keys and values is split.
-pub(crate) struct SplitRoom<'s, 'p, T> {
-    /// How many of its keys somebody sees: the first.
-    pub(crate) count: usize,
-    pub(crate) head_dim: usize,
-    /// Columns of the values, a multiple of 16.
-    pub(crate) width: usize,
-    pub(crate) to: [&'s mut [T]; 2],
-    /// For a panel of them.
-    pub(crate) panel: &'p mut [T],
-    /// Says which of them nobody sees, bit by bit.
-    pub(crate) hidden: &'p dyn Fn() -> u64,
-}
-
-impl<'s, T> SplitRoom<'s, '_, T> {
-    /// What was split.
-    pub(crate) fn tile(self) -> SplitTile<'s, T> {
-        let [keys, values] = self.to;
-        SplitTile { keys, values, steps: steps(self.count) }
-    }
-}
-
-/// Whether rows are lines of memory, one after the other.
-pub(crate) fn are_lines<T>(rows: ArrayView2<'_, T>) -> bool {
-    (rows.ncols() <= 1 || rows.strides()[1] == 1) && rows.strides()[0] >= 0
-}
-
-/// Numbers that split keys or values of a tile take: panels of keys for a head, panels of a head for keys.
-pub(crate) fn split_keys_len(head_dim: usize) -> usize {
-    split_panel_len(head_dim).saturating_mul(KEYS / PANEL)
-}
-
-/// See [`split_keys_len`].
-pub(crate) fn split_values_len(width: usize) -> usize {
-    split_panel_len(KEYS).saturating_mul(width / PANEL)
-}
-
-/// The keys of a tile whose bits are set.
-fn keys_of(bits: u64) -> impl Iterator<Item = usize> {
-    (0..KEYS).filter(move |key| bits >> key & 1 == 1)
-}
-
-/// Makes some keys of a packed tile zero, `[panels][head_dim][16]`: those whose bits are set.
-pub(crate) fn clear_keys<T: Real>(panels: &mut [T], head_dim: usize, bits: u64) {
-    for key in keys_of(bits) {
-        let panel = panels.chunks_exact_mut((head_dim * PANEL).max(1)).nth(key / PANEL);
-        panel.into_iter().flatten().skip(key % PANEL).step_by(PANEL).for_each(|x| *x = T::zero());
-    }
-}
-
 impl<T: Real> Kernels<T> {
     /// Whether calls with so many rows to a KV head are computed by the unit; `named` says that the caller named the level.
     pub(crate) fn uses_unit(&self, rows: usize, head_dim: usize, named: bool) -> bool {
@@ -213,92 +144,6 @@ impl<T: Real> Kernels<T> {
         Some(SplitQueries::new(to, rows, unfit == 0))
     }
 
-    /// Splits the first packed keys of a tile and their values. Whether they fit the unit, if there is one.
-    pub(crate) fn split_tile(
-        &self,
-        keys: Operand<'_, T>,
-        values: Unsplit<'_, T>,
-        room: &mut SplitRoom<'_, '_, T>,
-    ) -> bool {
-        let SplitRoom { count, head_dim, width, to: [to_keys, to_values], panel, .. } = room;
-        let (count, head_dim, panels) = (*count, *head_dim, *width / PANEL);
-        let keys_fit =
-            self.split_panels(keys, [count.div_ceil(PANEL), head_dim, count], head_dim * PANEL, to_keys, panel);
-        keys_fit == Some(true)
-            && match values {
-                Unsplit::Tile(values) => {
-                    self.split_panels(values, [panels, count, *width], VALUES_PANEL, to_values, panel) == Some(true)
-                }
-                Unsplit::Rows(values) => {
-                    self.split_lines(values.slice(s![..count, ..]), to_values, split_panel_len(count)) == Some(true)
-                }
-            }
-    }
-
-    /// The same of a copy, with zeros for what nobody sees: it must not decide how the rest is rounded.
-    pub(crate) fn split_seen(&self, keys: &mut [T], values: &mut [T], room: &mut SplitRoom<'_, '_, T>) -> bool {
-        let hidden = (room.hidden)();
-        if hidden == 0 {
-            return false;
-        }
-        clear_keys(keys, room.head_dim, hidden);
-        for panel in values.chunks_exact_mut(VALUES_PANEL).take(room.width / PANEL) {
-            keys_of(hidden).for_each(|key| panel[key * PANEL..][..PANEL].fill(T::zero()));
-        }
-        self.split_tile(Operand::Own(keys), Unsplit::Tile(Operand::Own(values)), room)
-    }
-
-    /// Rows as panels of 16 columns, `panel` numbers from one to the next. Whether they fit the unit, unless there is none, or the
-    /// rows are not lines of memory.
-    pub(crate) fn split_lines(&self, rows: ArrayView2<'_, T>, to: &mut [T], panel: usize) -> Option<bool> {
-        let matrix = self.matrix.as_ref().filter(|_| are_lines(rows))?;
-        let ((terms, width), from_row) = (rows.dim(), rows.strides()[0].unsigned_abs());
-        let mut fit = true;
-        for (index, first) in (0..width).step_by(PANEL).enumerate() {
-            let to = to[index * panel..][..split_panel_len(terms)].as_mut_ptr();
-            let from = rows.as_ptr().wrapping_add(first);
-            let columns = PANEL.min(width - first);
-            // SAFETY: rows and columns are some of the view, and the slice has room for as many split ones.
-            fit &= unsafe { (matrix.split_panel)(&SplitPanel { terms, columns, from, from_row, to }) }.fits();
-        }
-        Some(fit)
-    }
-
-    /// Panels that begin `apart` numbers after each other. Whether they fit the unit, unless there is none, or no room.
-    fn split_panels(
-        &self,
-        from: Operand<'_, T>,
-        [panels, terms, columns]: [usize; 3],
-        apart: usize,
-        to: &mut [T],
-        room: &mut [T],
-    ) -> Option<bool> {
-        let matrix = self.matrix.as_ref()?;
-        let len = terms * PANEL;
-        if !matches!(from, Operand::Own(_)) && room.len() < len {
-            return None;
-        }
-        let to = &mut to[..panels * split_panel_len(terms)];
-        let mut fit = true;
-        for panel in 0..panels {
-            let from = self.widened(from.range(panel * apart, panel * apart + len), room);
-            // SAFETY: the first slice is a panel, and the second has room for as many split ones.
-            fit &= unsafe {
-                let to = to.as_mut_ptr().add(panel * split_panel_len(terms));
-                let columns = columns.saturating_sub(panel * PANEL).min(PANEL);
-                (matrix.split_panel)(&SplitPanel { terms, columns, from: from.as_ptr(), from_row: PANEL, to })
-            }
-            .fits();
-        }
-        Some(fit)
-    }
-
-    /// The first `count` of rows that are packed as `[panels][terms][16]`, split into the first numbers of `to`. Whether they fit
-    /// the unit, if there is one.
-    pub(crate) fn split_key_panels(&self, panels: &[T], [count, terms]: [usize; 2], to: &mut [T]) -> Option<bool> {
-        self.split_panels(Operand::Own(panels), [count.div_ceil(PANEL), terms, count], terms * PANEL, to, &mut [])
-    }
-
     /// `p = q k^T` of up to 32 rows, for some panels of a tile; `p: [rows][64]`. Rows may go back through the softmax beside it.
     #[inline(always)]
     pub(crate) fn unit_products(
@@ -329,7 +174,12 @@ impl<T: Real> Kernels<T> {
 
     /// `p = q k^T` of up to 32 rows, for the keys of the panels, and the unit for their values. `None` if group or tile is not
     /// split.
-    pub(crate) fn unit_scores(&self, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) -> Option<Session<'_, T>> {
+    pub(crate) fn unit_scores(
+        &self,
+        group: &mut Group<'_, T>,
+        tile: &KeyTile<'_, T>,
+        coming: Option<&mut Splitting<'_, T>>,
+    ) -> Option<Session<'_, T>> {
         let mut session = Session::new(self.matrix.as_ref()?);
         let unit = Unit::new(self, group, tile)?;
         if group.rows > 0 {
@@ -337,7 +187,8 @@ impl<T: Real> Kernels<T> {
             let p = group.p[..group.rows * KEYS].as_mut_ptr();
             // SAFETY: the rows are all of the group, and `p` has that many.
             unsafe {
-                session.multiply(&unit.scores(0..group.rows, tile.panels.clone(), p));
+                let product = unit.scores(0..group.rows, tile.panels.clone(), p);
+                session.multiply_with(&product, coming.and_then(Splitting::work));
                 unit.replace_unfit(0..group.rows, tile.panels.clone(), p);
             }
         }
@@ -346,7 +197,13 @@ impl<T: Real> Kernels<T> {
 
     /// `o += p v` of as many rows, of which none sees a key beyond the panels; `p` must be zero where a row does not see a key
     /// of the tile.
-    pub(crate) fn unit_values(&self, session: &mut Session<'_, T>, group: &mut Group<'_, T>, tile: &KeyTile<'_, T>) {
+    pub(crate) fn unit_values(
+        &self,
+        session: &mut Session<'_, T>,
+        group: &mut Group<'_, T>,
+        tile: &KeyTile<'_, T>,
+        coming: Option<&mut Splitting<'_, T>>,
+    ) {
         let Some(unit) = Unit::new(self, group, tile) else { return };
         let rows = group.rows.min(UNIT_ROWS);
         if rows == 0 {
@@ -359,21 +216,21 @@ impl<T: Real> Kernels<T> {
         // SAFETY: the slices above hold all rows, and weights for 32.
         unsafe {
             unit.split(p, rows, seen, weights);
-            session.multiply(&unit.values(weights, [rows, seen, tile.padded_width()], o, group.o_row));
+            let product = unit.values(weights, [rows, seen, tile.padded_width()], o, group.o_row);
+            session.multiply_with(&product, coming.and_then(Splitting::work));
         }
     }
 
     /// Scores, softmax and values of any number of rows against a tile whose 64 keys all of them see but for those that a
-    /// bias hides. Does nothing and returns false if group or tile is not split.
+    /// bias hides, and some of the tile to come is split. Does nothing and returns false if group or tile is not split.
     pub(super) fn unit_attend_rows(
         &self,
         all: &mut Group<'_, T>,
         tile: &KeyTile<'_, T>,
-        softcap: Option<T>,
-        bias: Option<Lines<'_, T>>,
-        factor: T,
-        dropped: Option<Dropped<'_, T>>,
+        scoring: &RowsScoring<'_, T>,
+        mut coming: Option<&mut Splitting<'_, T>>,
     ) -> bool {
+        let RowsScoring { bias, softcap, factor, dropout } = *scoring;
         let Some(unit) = Unit::new(self, all, tile) else { return false };
         let (rows, width, o_row) = (all.rows, tile.padded_width(), all.o_row);
         let biases = bias.map(|bias| bias.extent(rows, KEYS));
@@ -398,7 +255,7 @@ impl<T: Real> Kernels<T> {
         let mut session = Session::new(unit.matrix);
         if rows >= FEWEST_BESIDE && softcap.is_none() && unit.queries.fit {
             // SAFETY: the slices above have all rows, and room for the scores and weights of two blocks.
-            unsafe { unit.attend_beside(&mut session, &softmax, weights, biases, dropped) }
+            unsafe { unit.attend_beside(&mut session, &softmax, weights, biases, dropout, coming) }
             return true;
         }
         let (p, o) = (softmax.p, softmax.o);
@@ -408,7 +265,8 @@ impl<T: Real> Kernels<T> {
             // SAFETY: blocks are 1 to 32 of the rows, of which the slices above have all, and there is room for the scores and
             // weights of one.
             unsafe {
-                session.multiply(&unit.scores(block.clone(), 0..KEYS / PANEL, p));
+                let product = unit.scores(block.clone(), 0..KEYS / PANEL, p);
+                session.multiply_with(&product, coming.as_deref_mut().and_then(Splitting::work));
                 unit.replace_unfit(block.clone(), 0..KEYS / PANEL, p);
                 for first in block.clone().step_by(most) {
                     let rows = first..block.end.min(first + most);
@@ -422,7 +280,7 @@ impl<T: Real> Kernels<T> {
                         }),
                         ..softmax.of_rows(rows.clone(), p)
                     });
-                    if let Some(dropped) = &dropped {
+                    if let Some(dropped) = &dropout {
                         (self.dropping)(&dropped.rows(rows.clone(), p, Into::Multiply));
                     }
                     unit.split(p, rows.len(), KEYS, weights.add((first - block.start) * PANEL));
@@ -432,7 +290,8 @@ impl<T: Real> Kernels<T> {
                     }
                 }
                 let o = o.add(block.start * o_row);
-                session.multiply(&unit.values(weights, [block.len(), KEYS, width], o, o_row));
+                let product = unit.values(weights, [block.len(), KEYS, width], o, o_row);
+                session.multiply_with(&product, coming.as_deref_mut().and_then(Splitting::work));
             }
         }
         true

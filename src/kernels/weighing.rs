@@ -12,6 +12,7 @@ use super::dropout::{Dropped, Dropping, Into};
 use super::matrix::{Session, UNIT_ROWS};
 use super::real::Real;
 use super::softmax::Softmax;
+use super::splitting::Splitting;
 use super::unit::{SCORES, Unit, WEIGHTS};
 use super::{KEYS, PANEL};
 
@@ -56,7 +57,8 @@ impl<T> Weighing<T> {
 
 impl<T: Real> Unit<'_, T> {
     /// Scores, softmax and values of rows that see all keys, or all but what their biases hide, and fit the unit, block by block:
-    /// the softmax of one is beside the values of the one before and the scores of the one after.
+    /// the softmax of one is beside the values of the one before and the scores of the one after. Beside the first scores and the
+    /// last values some of the tile to come is split.
     ///
     /// # Safety
     /// As [`super::softmax::softmax`], of rows that this unit has, at least one, and all 64 keys; but `p` has room for two times
@@ -68,6 +70,7 @@ impl<T: Real> Unit<'_, T> {
         weights: *mut T,
         biases: Option<(&[T], usize)>,
         dropped: Option<Dropped<'_, T>>,
+        mut coming: Option<&mut Splitting<'_, T>>,
     ) {
         let &Softmax { rows, o, o_row, width, p, .. } = all;
         let blocks = rows.div_ceil(UNIT_ROWS);
@@ -84,7 +87,7 @@ impl<T: Real> Unit<'_, T> {
         // SAFETY: blocks are 1 to 32 of the rows, of which there are all, and there is room for the scores and weights of two
         // (contract).
         unsafe {
-            session.multiply(&scores(0));
+            session.multiply_with(&scores(0), coming.as_deref_mut().and_then(Splitting::work));
             for index in 0..blocks {
                 let (has_before, has_after) = (index > 0, index + 1 < blocks);
                 let products = if has_before { value_products } else { 0 } + if has_after { score_products } else { 0 };
@@ -105,7 +108,7 @@ impl<T: Real> Unit<'_, T> {
                 }
                 (self.matrix.finish)(Work::Weigh(&mut weighing));
             }
-            session.multiply(&values(blocks - 1));
+            session.multiply_with(&values(blocks - 1), coming.and_then(Splitting::work));
         }
     }
 }
