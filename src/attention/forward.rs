@@ -10,7 +10,7 @@
 
 use super::Outputs;
 use super::room::Room;
-use super::schedule::query_tile;
+use super::schedule::{query_tile, tiles_together};
 use super::walk::{Call, Rows, Walk};
 use super::workspace::{ItemSize, Scratch, Workspace};
 use crate::element::Element;
@@ -34,7 +34,9 @@ pub(super) fn forward<'p, T: Element>(
     let heads = &*call.rules.heads;
     let kernels = T::kernels(call.rules.level);
     let ItemSize { biased, unit, .. } = ItemSize::new(0, *dims, call.rules);
-    let query_tile = query_tile(dims, heads.largest_group(), [biased, unit], wish);
+    let (group, mods) = (heads.largest_group(), [biased, unit]);
+    let query_tile = query_tile(dims, group, mods, wish);
+    let together = if wish.is_none() { tiles_together(dims, group, mods, query_tile) } else { 1 };
     let lse = outputs.lse.map(|lse| lse.insert_axis(Axis(3)));
     let Some(deal) = Deal::new(kernels, heads, query_tile, outputs.context, lse) else {
         debug_assert!(false, "the outputs were made for this call");
@@ -42,9 +44,11 @@ pub(super) fn forward<'p, T: Element>(
     };
     let workers = workspace.workers(parallel::workers(dims.flop() + FLOP_PER_ITEM * deal.len() as f64, deal.len()));
     // Which items a thread gets depends on time; what it has room for must not.
-    let rows = query_tile.saturating_mul(heads.largest_group());
+    let positions = query_tile.saturating_mul(together).min(dims.q_len.max(1));
+    let rows = positions.saturating_mul(group);
     let lengths = ItemSize::new(rows, *dims, call.rules).lengths();
     workers.iter_mut().try_for_each(|scratch| scratch.reserve(&lengths))?;
+    let deal = deal.together(together, workers.len());
     parallel::for_each_worker(workers, |scratch| {
         while let Some(block) = deal.next() {
             let after = deal.upcoming().map(|(entry, kv_head, positions)| Rows { entry, kv_head, positions });

@@ -48,9 +48,11 @@ pub(super) fn make_room<T: Element>(
     let all_rows = dims.q_len.saturating_mul(heads.largest_group());
     let chunks = schedule::most_chunks(all_rows, items, keys.div_ceil(KEYS));
     let ItemSize { biased, unit, .. } = ItemSize::new(0, *dims, call.rules);
-    let tile = schedule::query_tile(dims, heads.largest_group(), [biased, unit], query_tile);
+    let (group, mods) = (heads.largest_group(), [biased, unit]);
+    let tile = schedule::query_tile(dims, group, mods, query_tile);
+    let together = if query_tile.is_none() { schedule::tiles_together(dims, group, mods, tile) } else { 1 };
     let (rows, parts) = match chunks {
-        0 => (tile.saturating_mul(heads.largest_group()), dims.q_len.div_ceil(tile)),
+        0 => (tile.saturating_mul(together).min(dims.q_len.max(1)).saturating_mul(group), dims.q_len.div_ceil(tile)),
         _ => (all_rows, chunks),
     };
     let distances = call.rules.relative_keys.map_or(0, |keys| keys.most());

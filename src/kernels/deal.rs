@@ -3,6 +3,7 @@
 //! The output is `[batch, num_heads, q_len, width]` with any strides. Item `index` stands for one batch entry, one KV
 //! head and one block of query positions; its rows are those positions of the query heads that read the KV head. The
 //! items of a deal are handed out once each, so their rows are disjoint, and a [`Block`] lets nothing else through.
+//! While many are left, a thread is handed neighbours together: they need their keys prepared once.
 //! (The rows of a group are no slice of the output, so a `&mut` of it cannot be split. `blocks.rs` and `relay.rs` deal
 //! blocks of a matrix and parts of gradients for the same reason.)
 
@@ -15,6 +16,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// Batch entry, KV head and query positions.
+type Place = (usize, usize, Range<usize>);
+
 /// Deals the work items of one call.
 #[derive(Debug)]
 pub(crate) struct Deal<'a, T: 'static> {
@@ -24,6 +28,9 @@ pub(crate) struct Deal<'a, T: 'static> {
     batch: usize,
     q_len: usize,
     query_tile: usize,
+    /// Neighbours that are handed out together at most, above 0, and for how many threads something is to be left.
+    most_together: usize,
+    threads: usize,
     /// `[batch, num_heads, q_len, value_dim]`
     context: Rows<'a, T>,
     /// `[batch, num_heads, q_len, 1]`
@@ -43,40 +50,72 @@ impl<'a, T: Real> Deal<'a, T> {
         let (context, lse) = (Rows::new(context), lse.map(Rows::new));
         let same = lse.as_ref().is_none_or(|lse| context.shape[..3] == lse.shape[..3]);
         let fits = same && num_heads == heads.num_heads() && query_tile > 0;
-        fits.then(|| Self { next: AtomicUsize::new(0), kernels, heads, batch, q_len, query_tile, context, lse })
+        fits.then(|| Self {
+            next: AtomicUsize::new(0),
+            kernels,
+            heads,
+            batch,
+            q_len,
+            query_tile,
+            most_together: 1,
+            threads: 1,
+            context,
+            lse,
+        })
+    }
+
+    /// Hands out up to `most` neighbours together, as long as each of so many threads finds as many left.
+    pub(crate) fn together(self, most: usize, threads: usize) -> Self {
+        Self { most_together: most.max(1), threads: threads.max(1), ..self }
     }
 
     /// Number of items.
     pub(crate) fn len(&self) -> usize {
-        self.groups().saturating_mul(self.q_len.div_ceil(self.query_tile))
+        self.groups().saturating_mul(self.tiles())
+    }
+
+    fn tiles(&self) -> usize {
+        self.q_len.div_ceil(self.query_tile)
     }
 
     fn groups(&self) -> usize {
         self.batch.saturating_mul(self.heads.num_read())
     }
 
-    /// The next item that nobody has. The last positions come first: under a causal mask they see the most keys, and
+    /// The next item that nobody has, or some. The last positions come first: under a causal mask they see the most keys, and
     /// the longest items must not be the last ones.
     pub(crate) fn next(&self) -> Option<Block<'_, T>> {
-        let (entry, kv_head, positions) = self.item(self.next.fetch_add(1, Ordering::Relaxed))?;
+        let take = |index| self.items(index).map(|(count, _)| index + count);
+        let index = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()?;
+        let (_, (entry, kv_head, positions)) = self.items(index)?;
         Some(Block { deal: self, entry, kv_head, positions })
     }
 
-    /// Batch entry, KV head and query positions of the item that nobody has yet: a guess at what this thread will do next.
-    pub(crate) fn upcoming(&self) -> Option<(usize, usize, Range<usize>)> {
-        self.item(self.next.load(Ordering::Relaxed))
+    /// Where the items are that nobody has yet: a guess at what this thread will do next.
+    pub(crate) fn upcoming(&self) -> Option<Place> {
+        self.items(self.next.load(Ordering::Relaxed)).map(|(_, items)| items)
     }
 
-    fn item(&self, index: usize) -> Option<(usize, usize, Range<usize>)> {
-        if index >= self.len() {
-            return None;
-        }
-        let (tile, group) = (index / self.groups(), index % self.groups());
-        let start = (self.q_len.div_ceil(self.query_tile) - 1 - tile) * self.query_tile;
-        let positions = start..self.q_len.min(start + self.query_tile);
+    /// How many items are handed out from one on, and what they are: neighbours of one KV head.
+    ///
+    /// ```text
+    /// index       0 1 2 3 | 4 5 6 7 | 8 9 | 10 11          two groups of 6 tiles, at most 4 together
+    /// group       0       | 1       | 0   | 1
+    /// tile        5 4 3 2 | 5 4 3 2 | 1 0 | 1  0
+    /// ```
+    fn items(&self, index: usize) -> Option<(usize, Place)> {
+        let left = self.len().checked_sub(index).filter(|&left| left > 0)?;
+        let (tiles, groups) = (self.tiles(), self.groups());
+        let chunk = index / (self.most_together * groups);
+        let first = chunk * self.most_together;
+        let length = self.most_together.min(tiles - first);
+        let (group, place) = ((index - first * groups) / length, (index - first * groups) % length);
+        let count = (length - place).min((left / self.threads).max(1));
+        let last = tiles - first - place;
+        let positions = (last - count) * self.query_tile..self.q_len.min(last * self.query_tile);
         let read = self.heads.num_read();
         let kv_head = self.heads.read_kv_head(group % read);
-        Some((group / read, kv_head, positions))
+        Some((count, (group / read, kv_head, positions)))
     }
 }
 
@@ -227,10 +266,11 @@ mod tests {
         T::kernels(Level::best())
     }
 
-    fn deal_all(heads: &HeadMap, query_tile: usize, mut context: Array4<f64>) -> Array4<f64> {
+    fn deal_all(heads: &HeadMap, [query_tile, together]: [usize; 2], mut context: Array4<f64>) -> Array4<f64> {
         let (batch, num_heads, q_len, _) = context.dim();
         let mut lse = Array4::from_elem((batch, num_heads, q_len, 1), -1.0);
         let deal = Deal::new(kernels(), heads, query_tile, context.view_mut(), Some(lse.view_mut())).unwrap();
+        let deal = deal.together(together, 3);
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
@@ -260,13 +300,24 @@ mod tests {
             2.0 * value / 2.0
         });
         for heads in [HeadMap::grouped(3, 1), HeadMap::grouped(3, 3), HeadMap::explicit(&[2, 0, 2], 4)] {
-            for query_tile in [1, 2, 5, 9] {
+            for cut in [1, 2, 5, 9].into_iter().flat_map(|tile| [0, 1, 2, 3, 4, 7].map(|together| [tile, together])) {
                 let heads = heads.as_ref().unwrap();
-                assert_eq!(deal_all(heads, query_tile, Array4::from_elem((2, 3, 5, WIDTH), f64::NAN)), want);
+                assert_eq!(deal_all(heads, cut, Array4::from_elem((2, 3, 5, WIDTH), f64::NAN)), want);
                 let token_major = Array4::from_elem((2, 5, WIDTH, 3), f64::NAN).permuted_axes([0, 3, 1, 2]);
-                assert_eq!(deal_all(heads, query_tile, token_major), want);
+                assert_eq!(deal_all(heads, cut, token_major), want);
             }
         }
+    }
+
+    #[test]
+    fn neighbours_are_handed_out_together_while_there_are_enough() {
+        let heads = HeadMap::grouped(2, 2).unwrap();
+        let mut context = Array4::<f32>::zeros((1, 2, 11, 1));
+        let deal = Deal::new(kernels(), &heads, 2, context.view_mut(), None).unwrap().together(4, 2);
+        let mut blocks = std::iter::from_fn(|| deal.next()).map(|block| (block.kv_head(), block.positions()));
+        // Six tiles of each head, the last of one position.
+        let want = [(0, 4..11), (1, 4..11), (0, 0..4), (1, 2..4), (1, 0..2)];
+        assert!(want.into_iter().all(|want| blocks.next() == Some(want)) && blocks.next().is_none());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Rows of scores become split weights beside the products of other rows.
 //!
 //! While the unit multiplies, half of the ports for vectors of numbers is idle, and all of those for bits. But the CPU looks
-//! only some hundred instructions ahead, so the vectors have to come in small portions: a row of 64 keys is 140 instructions,
+//! only some hundred instructions ahead, so the vectors have to come in small portions: a row of 64 keys is 130 instructions,
 //! and six products of the unit, which it goes between, take 96 cycles. Two or more rows at once leave the unit without
 //! products (Emerald Rapids, a block of 32 rows with its operands in the first-level cache: 1.05 us of products alone and 0.42
 //! of rows alone; 1.13 together, 1.22 and 1.38 with rows 1.5 and 3 times as dense). With operands in the second-level
