@@ -44,8 +44,8 @@ pub(crate) fn query_tile(dims: &Dims, group: usize, [biased, unit]: [bool; 2], w
 }
 
 /// Items of one KV head that a thread meets as one, while enough are left: the tiles of keys are packed and split once for all
-/// of them. Time over that of one by one, 64 numbers to a head, two threads of an Emerald Rapids: 0.91 for one head of 4096
-/// queries, 0.91 and 0.94 for 8 heads of 512 and 1024.
+/// of them. Time over that of one by one, 64 numbers to a head, two threads of an Emerald Rapids: 0.93 for one head of 4096
+/// queries, 0.93 and 0.96 for 8 heads of 512 and 1024.
 const MOST_TOGETHER: usize = 4;
 
 /// How many neighbours of so many query positions may be one item, by the rows that an item may have.
