@@ -21,6 +21,16 @@ pub(crate) enum Operand<'a, T> {
 }
 
 impl<'a, T> Operand<'a, T> {
+    /// The numbers, if they are of the type that is computed in.
+    #[inline]
+    pub(super) fn own(self) -> Option<&'a [T]> {
+        match self {
+            Self::Own(numbers) => Some(numbers),
+            #[cfg(feature = "half")]
+            Self::F16(_) | Self::Bf16(_) => None,
+        }
+    }
+
     /// The first `len` numbers without the first `skip <= len` of them.
     #[inline(always)]
     pub(super) fn range(self, skip: usize, len: usize) -> Self {

@@ -200,7 +200,7 @@ impl<T: Real> Kernels<T> {
     ) -> Option<Splitting<'s, T>> {
         let matrix = self.matrix.as_ref()?;
         let SplitPlace { count, head_dim, width, to: [to_keys, to_values] } = place;
-        let Operand::Own(keys) = keys else { return None };
+        let keys = keys.own()?;
         let to_keys = &mut to_keys[..count.div_ceil(PANEL) * split_panel_len(head_dim)];
         let keys = PanelRun {
             terms: head_dim,
@@ -212,14 +212,15 @@ impl<T: Real> Kernels<T> {
             to_panel: split_panel_len(head_dim),
         };
         let (columns, from, from_row, from_panel) = match values {
-            Unsplit::Tile(Operand::Own(values)) => {
+            Unsplit::Tile(values) => {
+                let values = values.own()?;
                 (width, values[..width / PANEL * VALUES_PANEL].as_ptr(), PANEL, VALUES_PANEL)
             }
             Unsplit::Rows(rows) if are_lines(rows) => {
                 let rows = rows.slice_move(s![..count, ..width.min(rows.ncols())]);
                 (rows.ncols(), rows.as_ptr(), rows.strides()[0].unsigned_abs(), PANEL)
             }
-            Unsplit::Tile(_) | Unsplit::Rows(_) => return None,
+            Unsplit::Rows(_) => return None,
         };
         let to_panel = split_panel_len(count);
         let to = to_values[..columns.div_ceil(PANEL) * to_panel].as_mut_ptr();
